@@ -1,0 +1,1 @@
+"""Evidence: trace, compare, time in pairs, judge by a stated rule, keep a receipt."""

@@ -1,0 +1,1 @@
+"""Generation: prompts in, text out."""

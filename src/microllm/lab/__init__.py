@@ -1,0 +1,1 @@
+"""The lab: what measures whole models, and the experiments that change them."""

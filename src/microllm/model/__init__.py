@@ -1,0 +1,1 @@
+"""The Transformer and how a checkpoint becomes one."""

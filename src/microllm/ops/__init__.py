@@ -1,0 +1,1 @@
+"""Operators: a contract, a plain-torch reference, and faster levels where they exist."""

@@ -1,0 +1,1 @@
+"""What a step is made of: caches, positions, page tables; shared by the engine and by structures."""
