@@ -21,7 +21,7 @@ PY := $(VENV)/bin/python
 READY := $(STAMP)
 endif
 
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 PYTEST := $(PY) -m pytest
 ARCHITECTURE := tests/test_architecture.py
 
