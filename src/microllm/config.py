@@ -49,8 +49,7 @@ class RopeConfig:
                 raise ConfigError("got llama3 rope scaling without original_max_position_embeddings; need it")
             if not self.low_freq_factor < self.high_freq_factor:
                 raise ConfigError(
-                    f"got llama3 rope factors low {self.low_freq_factor}, high {self.high_freq_factor}; "
-                    "need low < high"
+                    f"got llama3 rope factors low {self.low_freq_factor}, high {self.high_freq_factor}; need low < high"
                 )
 
 

@@ -71,7 +71,5 @@ class MissingExtraError(UnavailableError):
     """An optional dependency is absent; the text names the extra that brings it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(
-            f"got no package {package!r}; {purpose} needs it; run: pip install 'microllm[{extra}]'"
-        )
+        super().__init__(f"got no package {package!r}; {purpose} needs it; run: pip install 'microllm[{extra}]'")
         self.package, self.extra = package, extra

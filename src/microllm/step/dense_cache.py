@@ -1,0 +1,77 @@
+"""A dense key-value cache: one buffer a layer, slot index = position, a length for each row.
+
+Place: the reference path of generation. The paged cache must give what this one gives. Knows no model.
+
+Axes:    B = rows, C = capacity in tokens, G = KV heads, D = head dim, T = new tokens, S = filled slots
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from microllm import ops
+from microllm.config import ModelConfig
+from microllm.errors import RequestError
+
+
+class DenseCache:
+    """Keys and values of ``num_rows`` sequences, each with its own length.
+
+    Rows may advance by different counts: a padded row writes past its own length, where no query looks before a
+    later token overwrites it.
+
+    Units:   ``capacity`` in tokens a row; ``num_bytes`` in bytes allocated
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_rows: int, capacity: int, *,
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
+        if num_rows < 1 or capacity < 1:
+            raise RequestError(f"got {num_rows} rows, capacity {capacity}; need both at least 1")
+        shape = (config.num_hidden_layers, num_rows, capacity, config.num_key_value_heads, config.head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.num_rows, self.capacity = num_rows, capacity
+        self._filled = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of both buffers: 2 * layers * rows * capacity * KV heads * head dim * itemsize."""
+        return 2 * self.keys.numel() * self.keys.element_size()
+
+    def reserve(self, num_tokens: int) -> Tensor:
+        """Return the positions of each row's next ``num_tokens`` tokens.
+
+        Shapes:  -> [B, T] int64
+        Raises:
+            RequestError: the longest row would pass the capacity; nothing has been written.
+        """
+        if self._filled + num_tokens > self.capacity:
+            raise RequestError(
+                f"got {self._filled} cached tokens and {num_tokens} new ones; need at most {self.capacity}; "
+                "make the cache larger or the request shorter"
+            )
+        return self.lengths[:, None] + torch.arange(num_tokens, device=self.lengths.device)
+
+    def store(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one layer's new keys and values, and return views of all slots that a query may see.
+
+        Shapes:  k, v [B, T, G, D], positions [B, T] as ``reserve`` gave them -> two views [B, S, G, D]
+        """
+        filled = self._filled + positions.shape[1]
+        keys = ops.kv_store(self.keys[layer], k, positions)
+        values = ops.kv_store(self.values[layer], v, positions)
+        return keys[:, :filled], values[:, :filled]
+
+    def advance(self, num_tokens: Tensor | int, longest: int) -> None:
+        """Count ``num_tokens`` new tokens a row ([B] or one number); ``longest`` is the largest of them."""
+        self.lengths += num_tokens
+        self._filled += longest
+
+    def reset(self) -> None:
+        """Forget every token; the buffers stay."""
+        self.lengths.zero_()
+        self._filled = 0
