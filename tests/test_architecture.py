@@ -77,7 +77,10 @@ IMPORTED_WHEN_SELECTED = ("ops/kernels/", "serving/")
 LAZY_IMPORTS: dict[str, set[str]] = {}
 
 # File -> the environment variables it may read.
-ENVIRONMENT: dict[str, set[str]] = {}
+ENVIRONMENT: dict[str, set[str]] = {
+    "io/demo.py": {"MICROLLM_HOME"},
+    "io/resolve.py": {"HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"},  # huggingface_hub's own
+}
 
 # Functions that hand on **changes: each checks the names first.
 CHECKED_KEYWORDS = {"config.py:preset"}  # against the fields of ModelConfig

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-_RUN_ELEMENTS = 1 << 19
+_RUN_ELEMENTS = 1 << 17
 _LOW_NIBBLE, _ONE = np.uint8(15), np.uint8(1)
 
 
