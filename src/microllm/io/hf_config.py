@@ -143,6 +143,17 @@ def _class_name(family: str) -> str:
     return f"{family.capitalize()}ForCausalLM"
 
 
+def check_supported(raw: Mapping[str, Any]) -> None:
+    """Refuse a raw ``config.json`` that has any of ``unsupported_features``.
+
+    Raises:
+        UnsupportedModelError: at least one; the text names all.
+    """
+    refused = unsupported_features(raw)
+    if refused:
+        raise UnsupportedModelError(f"got a model with {'; '.join(refused)}; need a dense model without these")
+
+
 def _unsupported_rope(rope: dict[str, Any]) -> list[str]:
     found = []
     if rope.get("mrope_section"):
@@ -195,9 +206,7 @@ def parse_hf_config(
         UnsupportedModelError: a feature that this project refuses; every one is named.
         ConfigError: a key is missing, or has the wrong type or an impossible value; every one is named.
     """
-    refused = unsupported_features(raw)
-    if refused:
-        raise UnsupportedModelError(f"got a model with {'; '.join(refused)}; need a dense model without these")
+    check_supported(raw)
     try:
         config = _Config.model_validate(dict(raw))
     except ValidationError as problem:
