@@ -1,1 +1,7 @@
 """Sampling: parameters, the sampler, stop handling; shared by the engine and by structures."""
+
+from microllm.sampling.params import SamplingParams
+from microllm.sampling.sampler import Sampler, TokenLogprob, choose_tokens, token_logprobs
+from microllm.sampling.stop import StopChecker
+
+__all__ = ["Sampler", "SamplingParams", "StopChecker", "TokenLogprob", "choose_tokens", "token_logprobs"]

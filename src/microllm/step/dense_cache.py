@@ -7,6 +7,8 @@ Axes:    B = rows, C = capacity in tokens, G = KV heads, D = head dim, T = new t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,8 +33,8 @@ class DenseCache:
         if num_rows < 1 or capacity < 1:
             raise RequestError(f"got {num_rows} rows, capacity {capacity}; need both at least 1")
         shape = (config.num_hidden_layers, num_rows, capacity, config.num_key_value_heads, config.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self._all_keys = self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._all_values = self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.num_rows, self.capacity = num_rows, capacity
         self._filled = 0
@@ -40,7 +42,7 @@ class DenseCache:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of both buffers: 2 * layers * rows * capacity * KV heads * head dim * itemsize."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return 2 * self._all_keys.numel() * self._all_keys.element_size()
 
     def reserve(self, num_tokens: int) -> Tensor:
         """Return the positions of each row's next ``num_tokens`` tokens.
@@ -70,6 +72,22 @@ class DenseCache:
         """Count ``num_tokens`` new tokens a row ([B] or one number); ``longest`` is the largest of them."""
         self.lengths += num_tokens
         self._filled += longest
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Let row i hold what row ``rows[i]`` held: rows may be copied, moved and left out.
+
+        The buffers stay, so there may be at most as many rows as the cache was made with; only rows that move are
+        copied.
+        """
+        assert 0 < len(rows) <= self._all_keys.shape[1], "more rows than the cache was made with"
+        moved = [(new, old) for new, old in enumerate(rows) if new != old]
+        if moved:
+            new, old = (torch.tensor(side, device=self.lengths.device) for side in zip(*moved, strict=True))
+            for buffer in (self._all_keys, self._all_values):
+                buffer[:, new, : self._filled] = buffer[:, old, : self._filled]
+        self.keys, self.values = self._all_keys[:, : len(rows)], self._all_values[:, : len(rows)]
+        self.lengths = self.lengths[torch.tensor(rows, device=self.lengths.device)]
+        self.num_rows, self._filled = len(rows), int(self.lengths.max())
 
     def reset(self) -> None:
         """Forget every token; the buffers stay."""

@@ -1,0 +1,309 @@
+"""A loaded model with its text: ``load`` a name, then generate, stream, chat, score.
+
+Place: what ``import microllm`` offers, and what the commands and examples use. It turns prompts into sequences and
+sequences into completions; the loop is ``generator.py``'s. Does not schedule requests that come and go.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, cast, overload
+
+import torch
+from torch import Tensor
+
+from microllm.config import DtypeName, ModelConfig
+from microllm.errors import ConfigError, RequestError, UnavailableError
+from microllm.inference.completion import Completion, Score, StreamPiece
+from microllm.inference.generator import generate_tokens, new_cache, prefill
+from microllm.inference.sequence import GeneratedSequence
+from microllm.io.checkpoint import open_checkpoint
+from microllm.io.hf_config import GenerationDefaults
+from microllm.io.resolve import resolve_model
+from microllm.io.tokenizer import Tokenizer, load_tokenizer
+from microllm.model import Transformer, load_model
+from microllm.sampling import SamplingParams
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, object]
+MAX_ROWS = 32
+"""Sequences that run as one batch; further ones wait for the next batch."""
+PRECISIONS: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def load(name: str | Path, *, device: str = "auto", precision: str = "auto") -> LLM:
+    """Return the model called ``name``: "demo", a directory, a GGUF file, or a name in the local Hugging Face cache.
+
+    device: "auto" is the first GPU where there is one, else the CPU; or "cpu", "cuda", "cuda:1".
+    precision: "auto" is the checkpoint's own on a GPU and fp32 on a CPU; or "fp32", "bf16", "fp16".
+
+    Raises:
+        ModelNotFoundError: no such model; the text suggests near names.
+        CheckpointError, ConfigError, TextError: its files are damaged, or hold what this project refuses.
+        UnavailableError: the device is not there.
+    """
+    place = choose_device(device)
+    if precision != "auto" and precision not in PRECISIONS:
+        raise ConfigError(f"got precision {precision!r}; need auto or one of {', '.join(PRECISIONS)}")
+    source = resolve_model(str(name))
+    checkpoint = open_checkpoint(source)
+    own: DtypeName = checkpoint.config.dtype if place.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, PRECISIONS.get(precision, own))
+    model = load_model(checkpoint, dtype=dtype, device=place)
+    return LLM(model, load_tokenizer(source), defaults=checkpoint.generation, name=source.name)
+
+
+def choose_device(device: str) -> torch.device:
+    """Return the torch device that a name stands for.
+
+    Raises:
+        ConfigError: the name is none of "auto", "cpu", "cuda", "cuda:N".
+        UnavailableError: this machine, or this build of torch, has no such GPU.
+    """
+    num_gpus = torch.cuda.device_count() if device == "auto" or device.startswith("cuda") else 0
+    if device in ("auto", "cpu"):
+        return torch.device("cuda:0" if num_gpus else "cpu")
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or (":" in device and not (index.isascii() and index.isdigit())):
+        raise ConfigError(f"got device {device!r}; need auto, cpu, cuda or cuda:N")
+    if int(index or 0) >= num_gpus:
+        build = torch.version.cuda or "no CUDA support"
+        raise UnavailableError(
+            f"got device {device!r}; torch {torch.__version__} ({build}) sees {num_gpus} CUDA devices; "
+            "use device='cpu', or a CUDA build of torch on a machine with a GPU"
+        )
+    return torch.device("cuda", int(index or 0))
+
+
+class LLM:
+    """A model and its tokenizer.
+
+    Each call has a cache of its own and changes nothing here, so that threads may call at the same time; their
+    requests do not share batches. A prompt is text, with special tokens as the tokenizer's files ask, or token ids.
+    """
+
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer, *, defaults: GenerationDefaults | None = None, name: str = ""
+    ) -> None:
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self._defaults = defaults or GenerationDefaults()
+        ids = {*model.config.eos_token_ids, *self._defaults.eos_token_ids, *tokenizer.eos_ids}
+        self.eos_ids = frozenset(i for i in ids if i < model.config.vocab_size)
+
+    @property
+    def config(self) -> ModelConfig:
+        """Return the model's config."""
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the model is."""
+        return self.model.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return what the model computes in."""
+        return self.model.norm.weight.dtype
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """Return the sampling parameters that the checkpoint's author published; used only where they are passed."""
+        return SamplingParams.from_defaults(self._defaults)
+
+    @overload
+    def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Completion: ...  # pyright: ignore[reportOverlappingOverload]
+    @overload
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]: ...
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> Completion | list[Completion]:
+        """Return the completion of one prompt, or a list for a list: prompt by prompt, each with its ``n`` choices.
+
+        Without ``params`` it is ``SamplingParams()``: up to 256 tokens drawn from the model's own distribution.
+        A sequence that fails (non-finite logits) ends with reason "error" and leaves the others alone.
+
+        Raises:
+            RequestError: a prompt is empty, too long or has unknown ids; a token id in the parameters is unknown;
+                one prompt alone with n above 1.
+        """
+        params = params or SamplingParams()
+        batch, is_one = _as_batch(prompts)
+        sequences = self._sequences(batch, _one_choice(params) if is_one else params)
+        for start in range(0, len(sequences), MAX_ROWS):
+            for _ in generate_tokens(self.model, sequences[start : start + MAX_ROWS]):
+                pass
+        completions = [sequence.completion() for sequence in sequences]
+        return completions[0] if is_one else completions
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> CompletionStream:
+        """Return an iterator over one prompt's completion, a token at a time; closing it cancels the rest.
+
+        Raises:
+            RequestError: as ``generate``, at once and not at the first piece.
+        """
+        (sequence,) = self._sequences([prompt], _one_choice(params or SamplingParams()))
+        return CompletionStream(self.model, sequence)
+
+    @overload
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, stream: Literal[False] = False
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, stream: Literal[True]
+    ) -> CompletionStream: ...
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, stream: bool = False
+    ) -> Completion | CompletionStream:
+        """Return the answer to a conversation, put through the model's chat template.
+
+        Messages look like {"role": "user", "content": "Hello"}.
+
+        Raises:
+            TextError: the model has no chat template, or it refuses the messages.
+            RequestError: as ``generate``.
+        """
+        ids = self.tokenizer.encode_chat(messages)
+        return self.stream(ids, params) if stream else self.generate(ids, params)
+
+    @torch.no_grad()
+    def logits(self, prompt: Prompt, *, last_only: bool = False) -> Tensor:
+        """Return the model's logits after each token of a prompt, or after its last one alone.
+
+        Shapes:  T tokens -> [T, V], or [1, V] with ``last_only``, in the model's dtype and on its device
+        Raises:
+            RequestError: the prompt is empty, longer than the context, or has unknown ids.
+        """
+        ids = self._prompt_ids(prompt, self.config.max_position_embeddings)
+        return self.model(torch.tensor([ids], device=self.device), last_only=last_only)[0]
+
+    @overload
+    def score(self, texts: Prompt) -> Score: ...  # pyright: ignore[reportOverlappingOverload]
+    @overload
+    def score(self, texts: Sequence[Prompt]) -> list[Score]: ...
+    def score(self, texts: Prompt | Sequence[Prompt]) -> Score | list[Score]:
+        """Return how likely the model finds a text, or each of a list.
+
+        Numbers: log-softmax in fp32 of the model's logits; the prompt runs in chunks, so that logits of a long text are
+                 never held at once
+        Raises:
+            RequestError: a text is empty, longer than the context, or has unknown ids.
+        """
+        batch, is_one = _as_batch(texts)
+        prompts = [self._prompt_ids(text, self.config.max_position_embeddings) for text in batch]
+        scores = [self._score(ids) for ids in prompts]
+        return scores[0] if is_one else scores
+
+    def _score(self, ids: tuple[int, ...]) -> Score:
+        _, (entries,) = prefill(self.model, [ids], new_cache(self.model, 1, len(ids)), num_top=0)
+        logprobs = tuple(entry and entry.logprob for entry in entries)
+        total, count = math.fsum(x for x in logprobs if x is not None), len(ids) - 1
+        loss = -total / count if count else math.nan
+        perplexity = None if not count else math.exp(loss) if loss < 700 else math.inf
+        return Score(token_ids=ids, logprobs=logprobs, sum_logprob=total, num_tokens=count, perplexity=perplexity)
+
+    @cached_property
+    def _banned_ids(self) -> Tensor | None:
+        """Return the rows of the vocabulary that are no token of the tokenizer: padding."""
+        unknown = ~self.tokenizer.known_ids_mask(self.config.vocab_size)
+        return unknown.nonzero()[:, 0].to(self.device) if bool(unknown.any()) else None
+
+    def _sequences(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[GeneratedSequence]:
+        """Check everything that the model decides about a request, and return its sequences."""
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            self._check_ids(name, ids)
+        prompt_ids = [self._prompt_ids(prompt, self.config.max_position_embeddings - 1) for prompt in prompts]
+        sequences: list[GeneratedSequence] = []
+        for ids in prompt_ids:
+            seed = secrets.randbits(63) if params.seed is None else params.seed
+            sequences += [
+                GeneratedSequence(
+                    ids, params, self.tokenizer, seed=seed, choice=choice, eos_ids=self.eos_ids,
+                    context=self.config.max_position_embeddings, banned_ids=self._banned_ids,
+                )
+                for choice in range(params.n)
+            ]  # fmt: skip
+        return sequences
+
+    def _prompt_ids(self, prompt: Prompt, most: int) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            ids = tuple(self.tokenizer.encode(prompt))
+        else:
+            try:
+                ids = tuple(operator.index(token) for token in prompt)
+            except TypeError as error:
+                raise RequestError(f"got a prompt of {type(prompt).__name__}: {error}; need text or ids") from error
+        if not ids:
+            raise RequestError("got an empty prompt; need at least one token; write something, or pass the BOS id")
+        if len(ids) > most:
+            raise RequestError(
+                f"got a prompt of {len(ids)} tokens; need at most {most} "
+                f"(the model's context is {self.config.max_position_embeddings}); shorten it"
+            )
+        self._check_ids("the prompt", ids)
+        return ids
+
+    def _check_ids(self, name: str, ids: Sequence[int] | Mapping[int, float]) -> None:
+        bad = [i for i in ids if not 0 <= i < self.config.vocab_size]
+        if bad:
+            raise RequestError(
+                f"got token ids {bad[:5]} in {name}; need ids from 0 to {self.config.vocab_size - 1} (the vocabulary)"
+            )
+
+
+class CompletionStream(Iterator[StreamPiece]):
+    """The pieces of one completion, as they come; a context manager that cancels what is left."""
+
+    def __init__(self, model: Transformer, sequence: GeneratedSequence) -> None:
+        self._sequence = sequence
+        self._steps = generate_tokens(model, [sequence])
+
+    def __next__(self) -> StreamPiece:
+        if self._sequence.finish_reason is not None:
+            raise StopIteration
+        next(self._steps)
+        return self._sequence.piece()
+
+    def __enter__(self) -> CompletionStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the sequence as "cancelled" if it still runs; its cache goes at once. May be called again."""
+        self._steps.close()
+        self._sequence.finish("cancelled")
+
+    @property
+    def completion(self) -> Completion:
+        """Return the completion, once the stream has ended or been closed.
+
+        Raises:
+            RequestError: it still runs.
+        """
+        if self._sequence.finish_reason is None:
+            raise RequestError("got a stream that still runs; need its end; read on, or close() it")
+        return self._sequence.completion()
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[Sequence[Prompt], bool]:
+    """Return prompts as a list, and whether it was one alone: a text, or a list of numbers."""
+    if isinstance(prompts, str) or len(prompts) == 0 or isinstance(prompts[0], Integral):
+        return [cast("Prompt", prompts)], True
+    return cast("Sequence[Prompt]", prompts), False
+
+
+def _one_choice(params: SamplingParams) -> SamplingParams:
+    if params.n > 1:
+        raise RequestError(f"got n={params.n} for one prompt; need n=1; pass [prompt] to get a list of completions")
+    return params

@@ -1,0 +1,128 @@
+"""One sequence on its way from a prompt to a completion: its tokens, its text, and when it ends.
+
+Place: the generator hands it each chosen token; ``llm.py`` makes it and takes its completion. Does not run the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from microllm.inference.completion import Completion, FinishReason, StreamPiece, Timings
+from microllm.io.tokenizer import Tokenizer
+from microllm.sampling import Sampler, SamplingParams, StopChecker, TokenLogprob
+
+
+class GeneratedSequence:
+    """A prompt and what has been generated after it.
+
+    It ends, in this order of precedence: by a stop token id or stop text ("stop"), at ``max_tokens`` or the end of the
+    context ("length"). ``finish`` ends it from outside.
+    """
+
+    def __init__(
+        self, prompt_ids: tuple[int, ...], params: SamplingParams, tokenizer: Tokenizer, *, seed: int, choice: int,
+        context: int, eos_ids: frozenset[int], banned_ids: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.prompt_ids, self.params = prompt_ids, params
+        self.max_new_tokens = min(params.max_tokens, context - len(prompt_ids))
+        self.finish_reason: FinishReason | None = None
+        self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+        self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
+        self.sampler = Sampler(
+            params, seed=seed, choice=choice, prompt_ids=prompt_ids, stop_ids=self._stop_ids, banned_ids=banned_ids
+        )
+        self._stream = tokenizer.stream()
+        self._checker = StopChecker(params.stop_texts)
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._texts: list[str] = []
+        self._num_sent = 0, 0
+        self._error: str | None = None
+        self._submitted = time.perf_counter()
+        self._started: float | None = None
+        self._first: float | None = None
+        self._ended = self._submitted
+
+    def start(self) -> None:
+        """Note that the prompt's forward pass begins."""
+        self._started = time.perf_counter()
+
+    def accept(self, token_id: int, logprob: TokenLogprob | None = None) -> None:
+        """Take the next token; -1 (the logits were not finite) ends this sequence with "error"."""
+        assert self.finish_reason is None, "a finished sequence takes no token"
+        if token_id < 0:
+            self._error = (
+                f"got non-finite logits at step {len(self._token_ids)} (position {self.sampler.position}); "
+                "need finite ones; try precision='fp32', and look for the layer with microllm align"
+            )
+            self.finish("error")
+            return
+        self._first = self._first or time.perf_counter()
+        self._token_ids.append(token_id)
+        if logprob is not None:
+            self._logprobs.append(logprob)
+        self.sampler.accept(token_id)
+        if token_id in self._stop_ids:
+            self.finish("stop")
+            return
+        self._texts.append(self._checked(self._stream.push(token_id)))
+        if self._checker.stopped is not None:
+            self.finish("stop")
+        elif len(self._token_ids) >= self.max_new_tokens:
+            self.finish("length")
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the sequence and let out the text that was held back; the first call decides, later ones do nothing."""
+        if self.finish_reason is not None:
+            return
+        if self._checker.stopped is None:
+            rest = self._checked(self._stream.flush())
+            self._texts.append(rest + self._checker.flush())
+        stopped = self._checker.stopped is not None and reason == "length"
+        self.finish_reason = "stop" if stopped else reason
+        self._ended = time.perf_counter()
+
+    def _checked(self, text: str) -> str:
+        """Return what of new text may go out; stop texts count once ``min_tokens`` tokens lie before them."""
+        return text if len(self._token_ids) <= self.params.min_tokens else self._checker.push(text)
+
+    def piece(self) -> StreamPiece:
+        """Return what is new since the last call."""
+        texts, tokens = self._texts[self._num_sent[0] :], self._token_ids[self._num_sent[1] :]
+        logprobs = self._logprobs[self._num_sent[1] :]
+        self._num_sent = len(self._texts), len(self._token_ids)
+        return StreamPiece(
+            text="".join(texts),
+            token_ids=tuple(tokens),
+            logprobs=None if self.params.logprobs is None else tuple(logprobs),
+            finish_reason=self.finish_reason,
+        )
+
+    def completion(self) -> Completion:
+        """Return the finished sequence."""
+        assert self.finish_reason is not None, "a completion is of a finished sequence"
+        return Completion(
+            index=self.sampler.choice,
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            prompt_token_ids=self.prompt_ids,
+            finish_reason=self.finish_reason,
+            seed=self.sampler.seed,
+            timings=self._timings(),
+            logprobs=None if self.params.logprobs is None else tuple(self._logprobs),
+            prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            error=self._error,
+        )
+
+    def _timings(self) -> Timings:
+        first, num_decoded = self._first, len(self._token_ids) - 1
+        decode_s = self._ended - first if first is not None else 0.0
+        return Timings(
+            prefill_ms=None if first is None or self._started is None else 1e3 * (first - self._started),
+            ttft_ms=None if first is None else 1e3 * (first - self._submitted),
+            total_ms=1e3 * (self._ended - self._submitted),
+            decode_tokens_per_s=num_decoded / decode_s if num_decoded > 0 and decode_s > 0 else None,
+        )
