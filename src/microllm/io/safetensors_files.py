@@ -153,11 +153,6 @@ class SafetensorsSource:
         """Return every stored tensor by name, in payload order, shard by shard."""
         return self._infos
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """Return the weight files, in order."""
-        return tuple(dict.fromkeys(tensor.path for tensor in self._stored.values()))
-
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor on the CPU in its stored dtype.
 
