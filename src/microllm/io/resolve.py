@@ -42,12 +42,12 @@ def resolve_model(name: str, *, offline: bool = False) -> ModelSource:
     """
     if not name.strip():
         raise ModelNotFoundError(f"got an empty model name; {_NEED}")
-    if name.lower() in DEMO_NAMES:
-        return ModelSource(DEMO_NAMES[0], fetch_demo(offline=offline), "gguf")
     path = Path(name)
     with suppress(RuntimeError):  # "~nobody": no such home
         path = path.expanduser()
     try:
+        if name.lower() in DEMO_NAMES:
+            return ModelSource(DEMO_NAMES[0], fetch_demo(offline=offline), "gguf")
         if path.is_dir():
             return _in_directory(name, path)
         if path.exists():
