@@ -74,7 +74,11 @@ OPTIONAL = {
 IMPORTED_WHEN_SELECTED = ("ops/kernels/", "serving/")
 
 # File -> what it may import inside a function. cli/ is not listed: each command loads its rooms when it runs.
-LAZY_IMPORTS: dict[str, set[str]] = {}
+LAZY_IMPORTS: dict[str, set[str]] = {
+    # The readers bring pydantic, jinja2, tokenizers and safetensors: too much for `import microllm`.
+    "inference/llm.py": {"microllm.io.checkpoint", "microllm.io.resolve", "microllm.io.tokenizer"},
+    "model/loading.py": {"microllm.io.checkpoint"},
+}
 
 # File -> the environment variables it may read.
 ENVIRONMENT: dict[str, set[str]] = {

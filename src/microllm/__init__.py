@@ -7,14 +7,6 @@ from microllm.model import Transformer
 from microllm.sampling import SamplingParams
 
 __all__ = [  # noqa: RUF022  (sorted by letter)
-    "Completion",
-    "CompletionStream",
-    "LLM",
-    "load",
-    "MicroLLMError",
-    "ModelConfig",
-    "preset",
-    "SamplingParams",
-    "Score",
-    "Transformer",
-]
+    "Completion", "CompletionStream", "LLM", "load", "MicroLLMError", "ModelConfig", "preset", "SamplingParams",
+    "Score", "Transformer",
+]  # fmt: skip

@@ -14,7 +14,7 @@ from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, cast, overload
+from typing import TYPE_CHECKING, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ from microllm.errors import ConfigError, RequestError, UnavailableError
 from microllm.inference.completion import Completion, Score, StreamPiece
 from microllm.inference.generator import generate_tokens, new_cache, prefill
 from microllm.inference.sequence import GeneratedSequence
-from microllm.io.checkpoint import open_checkpoint
-from microllm.io.hf_config import GenerationDefaults
-from microllm.io.resolve import resolve_model
-from microllm.io.tokenizer import Tokenizer, load_tokenizer
 from microllm.model import Transformer, load_model
 from microllm.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from microllm.io.hf_config import GenerationDefaults
+    from microllm.io.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, object]
@@ -49,6 +49,11 @@ def load(name: str | Path, *, device: str = "auto", precision: str = "auto") -> 
         CheckpointError, ConfigError, TextError: its files are damaged, or hold what this project refuses.
         UnavailableError: the device is not there.
     """
+    # Readers load with the first model, so that `import microllm` stays light.
+    from microllm.io.checkpoint import open_checkpoint  # noqa: PLC0415
+    from microllm.io.resolve import resolve_model  # noqa: PLC0415
+    from microllm.io.tokenizer import load_tokenizer  # noqa: PLC0415
+
     place = choose_device(device)
     if precision != "auto" and precision not in PRECISIONS:
         raise ConfigError(f"got precision {precision!r}; need auto or one of {', '.join(PRECISIONS)}")
@@ -93,8 +98,8 @@ class LLM:
         self, model: Transformer, tokenizer: Tokenizer, *, defaults: GenerationDefaults | None = None, name: str = ""
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self._defaults = defaults or GenerationDefaults()
-        ids = {*model.config.eos_token_ids, *self._defaults.eos_token_ids, *tokenizer.eos_ids}
+        self._defaults = defaults
+        ids = {*model.config.eos_token_ids, *tokenizer.eos_ids, *(defaults.eos_token_ids if defaults else ())}
         self.eos_ids = frozenset(i for i in ids if i < model.config.vocab_size)
 
     @property
@@ -115,7 +120,7 @@ class LLM:
     @property
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters that the checkpoint's author published; used only where they are passed."""
-        return SamplingParams.from_defaults(self._defaults)
+        return SamplingParams() if self._defaults is None else SamplingParams.from_defaults(self._defaults)
 
     @overload
     def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Completion: ...  # pyright: ignore[reportOverlappingOverload]

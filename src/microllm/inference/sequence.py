@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from microllm.inference.completion import Completion, FinishReason, StreamPiece, Timings
-from microllm.io.tokenizer import Tokenizer
 from microllm.sampling import Sampler, SamplingParams, StopChecker, TokenLogprob
+
+if TYPE_CHECKING:
+    from microllm.io.tokenizer import Tokenizer
 
 
 class GeneratedSequence:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
-from microllm.io.checkpoint import Checkpoint, read_tensors
 from microllm.model.rotary import Rotary
 from microllm.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from microllm.io.checkpoint import Checkpoint
 
 
 def load_model(
@@ -22,12 +26,14 @@ def load_model(
         LoadError: tensors are missing, unexpected or of another shape; all of them are named.
         CheckpointError: a file is damaged.
     """
+    from microllm.io.checkpoint import read_tensors  # noqa: PLC0415  (readers load with the first model)
+
     config = checkpoint.config
-    dtype = getattr(torch, config.dtype) if dtype is None else dtype
-    model = Transformer(config, dtype=dtype, device="meta")
+    weight_dtype: torch.dtype = getattr(torch, config.dtype) if dtype is None else dtype
+    model = Transformer(config, dtype=weight_dtype, device="meta")
     for name, tensor in read_tensors(checkpoint, config.parameter_shapes()):
         path, _, leaf = name.rpartition(".")
-        parameter = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)
+        parameter = nn.Parameter(tensor.to(device=device, dtype=weight_dtype), requires_grad=False)
         setattr(model.get_submodule(path), leaf, parameter)
     model.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings, torch.device(device))
     return model.eval()

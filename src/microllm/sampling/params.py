@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from microllm.errors import RequestError
-from microllm.io.hf_config import GenerationDefaults
+
+if TYPE_CHECKING:
+    from microllm.io.hf_config import GenerationDefaults
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 512
