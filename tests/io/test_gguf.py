@@ -517,9 +517,10 @@ def test_cut_anywhere_is_refused(tmp_path):
     source = opened(tmp_path, raw)
     assert len(read_all(source)) == 13
     assert config_from_gguf(source)[0].rope.kind == "yarn"
-    for length in range(len(raw)):
+    for length in reversed(range(len(raw))):
+        os.truncate(source.path, length)
         with pytest.raises(CheckpointError):
-            opened(tmp_path, raw[:length])
+            GGUFSource(source.path)
 
 
 @settings(max_examples=400)
