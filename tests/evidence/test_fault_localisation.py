@@ -290,7 +290,9 @@ class TestTeacherForcing:
         ours, ids, reference, _ = toy
         model = copy.deepcopy(ours)
         plant(model, "dropped bias")
-        trace = traced(model, ids, reference)
+        with torch.no_grad(), record(model, keep="whole") as trace, teacher_forced(model, reference):
+            model(ids)  # whichever was opened first
+        assert trace.teacher_forced
         for site in ("layers.3", "norm", "lm_head"):
             assert torch.equal(trace.find("input", site).values, reference.find("input", site).values)
 
