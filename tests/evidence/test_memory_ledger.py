@@ -28,21 +28,21 @@ def test_a_clean_region():
 
     report = ledger_of(work)
     report.require_clean()
-    assert all(a.largest_bytes <= 8 for a in report.allocations)
-    with pytest.raises(EvidenceError, match="allocations"):
+    assert all(e.largest_bytes <= 8 for e in report.of("allocation"))
+    with pytest.raises(EvidenceError, match="allocation"):
         report.require_clean(scalar_bytes=0)
 
 
 PLANTS = {
-    "sum": (lambda: X + X, "1 allocations of 25600 bytes on cpu by aten::add"),
-    "empty": (lambda: torch.empty(1000), "1 allocations of 4000 bytes on cpu by aten::empty"),
-    "cat": (lambda: torch.cat([X, X]), "1 allocations of 51200 bytes on cpu by aten::cat"),
-    "contiguous": (lambda: X.t().contiguous(), "1 h2h copies of 25600 bytes"),
-    "cast": (lambda: X.to(torch.bfloat16), "1 h2h copies of 12800 bytes"),
-    "copy": (lambda: OUT.copy_(X), "1 h2h copies of 25600 bytes"),
-    "foreach": (lambda: torch._foreach_copy_([OUT, OUT], [X, X]), "2 h2h copies of 51200 bytes"),
-    "item": (lambda: X[0, 0].item(), "1 synchronisations by aten::_local_scalar_dense"),
-    "branch": (lambda: bool(X[0, 0] > 0), "1 synchronisations by aten::_local_scalar_dense"),
+    "sum": (lambda: X + X, r"allocation: 1 \(25600 bytes, cpu\) by aten::add"),
+    "empty": (lambda: torch.empty(1000), r"allocation: 1 \(4000 bytes, cpu\) by aten::empty"),
+    "cat": (lambda: torch.cat([X, X]), r"allocation: 1 \(51200 bytes, cpu\) by aten::cat"),
+    "contiguous": (lambda: X.t().contiguous(), r"copy: 1 \(25600 bytes, h2h\)"),
+    "cast": (lambda: X.to(torch.bfloat16), r"copy: 1 \(12800 bytes, h2h\)"),
+    "copy": (lambda: OUT.copy_(X), r"copy: 1 \(25600 bytes, h2h\)"),
+    "foreach": (lambda: torch._foreach_copy_([OUT, OUT], [X, X]), r"copy: 2 \(51200 bytes, h2h\)"),
+    "item": (lambda: X[0, 0].item(), r"synchronisation: 1 .* by aten::_local_scalar_dense"),
+    "branch": (lambda: bool(X[0, 0] > 0), r"synchronisation: 1 .* by aten::_local_scalar_dense"),
 }
 
 
@@ -58,8 +58,8 @@ def test_inside_a_custom_operator():
     library.define("hidden(Tensor x) -> Tensor")
     library.impl("hidden", lambda x: x.t().contiguous().sum(), "CPU")
     report = ledger_of(lambda: torch.ops.microllm_ledger_test.hidden(X))
-    assert sum(c.bytes for c in report.copies) == 25600
-    assert max(a.largest_bytes for a in report.allocations) == 25600
+    assert sum(c.bytes for c in report.of("copy")) == 25600
+    assert max(a.largest_bytes for a in report.of("allocation")) == 25600
 
 
 def test_sources_bytes_and_peak():
@@ -74,7 +74,7 @@ def test_sources_bytes_and_peak():
         kept.append(torch.empty(300))
 
     report = ledger_of(work)
-    by_tag = {a.tag: (a.calls, a.bytes, a.largest_bytes) for a in report.allocations}
+    by_tag = {a.tag: (a.calls, a.bytes, a.largest_bytes) for a in report.of("allocation")}
     assert by_tag == {"cache": (1, 4000, 4000), "staging": (1, 20000, 20000), "": (2, 2000, 1200)}
     assert report.peak_bytes == {"cpu": 24000}
 
@@ -97,15 +97,17 @@ def test_copies_and_waits_carry_their_tag():
             OUT.copy_(X)
 
     report = ledger_of(work)
-    assert [(c.direction, c.tag, c.calls, c.bytes) for c in report.copies] == [("h2h", "sampling", 1, 25600)]
-    assert [(s.call, s.tag, s.calls) for s in report.synchronisations] == [("aten::_local_scalar_dense", "sampling", 1)]
+    assert [(c.place, c.tag, c.calls, c.bytes) for c in report.of("copy")] == [("h2h", "sampling", 1, 25600)]
+    assert [(s.operator, s.tag, s.calls) for s in report.of("synchronisation")] == [
+        ("aten::_local_scalar_dense", "sampling", 1)
+    ]
 
 
 def test_backward_is_watched():
     weight = torch.randn(100, 30, requires_grad=True)
     with memory_ledger() as ledger:
         (X @ weight).sum().backward()
-    assert sum(a.bytes for a in ledger.report.allocations if a.largest_bytes == 12000) >= 12000
+    assert sum(a.bytes for a in ledger.report.of("allocation") if a.largest_bytes == 12000) >= 12000
 
 
 def test_only_the_region_counts_and_it_ends_on_an_exception():
@@ -115,7 +117,7 @@ def test_only_the_region_counts_and_it_ends_on_an_exception():
     with pytest.raises(EvidenceError, match="open"):
         ledger.report  # noqa: B018
     report = ledger_of(lambda: None)
-    assert (report.allocations, report.copies, report.synchronisations, report.peak_bytes) == ((), (), (), {})
+    assert (report.entries, report.peak_bytes) == ((), {})
 
 
 def test_misuse():
@@ -127,7 +129,7 @@ def test_misuse():
 
 
 def test_an_untraced_device_proves_nothing():
-    blind = LedgerReport(allocations=(), peak_bytes={}, copies=(), synchronisations=(), device_traced=False)
+    blind = LedgerReport(entries=(), peak_bytes={}, device_traced=False)
     with pytest.raises(EvidenceError, match="no trace of the CUDA device"):
         blind.require_clean()
 
@@ -174,17 +176,17 @@ def test_how_device_events_are_read():
         ],
         cuda=True,
     )
-    assert {(c.direction, c.tag, c.calls, c.bytes) for c in report.copies} == {
+    assert {(c.place, c.tag, c.calls, c.bytes) for c in report.of("copy")} == {
         ("h2d", "stage", 1, 400),
         ("d2d", "stage", 1, 200),
         ("d2h", "", 1, 4),
         ("d2d", "", 1, 64),
     }
-    assert [(s.call, s.calls) for s in report.synchronisations] == [
+    assert [(s.operator, s.calls) for s in report.of("synchronisation")] == [
         ("aten::_local_scalar_dense", 1),
         ("cudaStreamSynchronize", 1),
     ]
-    assert [(a.device, a.tag, a.bytes) for a in report.allocations] == [("cuda", "stage", 512)]
+    assert [(a.place, a.tag, a.bytes) for a in report.of("allocation")] == [("cuda", "stage", 512)]
     assert report.device_traced
     assert not _report([Event("microllm.ledger.region", 1, 2)], cuda=True).device_traced
 
@@ -215,8 +217,8 @@ class TestOnTheDevice:
             (lambda: out.copy_(x), "d2d", 25600),
             (lambda: x.t().contiguous(), "d2d", 25600),
         ):
-            copies = {c.direction: c.bytes for c in ledger_of(plant).copies}
+            copies = {c.place: c.bytes for c in ledger_of(plant).of("copy")}
             assert copies == {direction: num_bytes}
-        assert any(a.device == "cuda" and a.bytes >= 25600 for a in ledger_of(lambda: x + x).allocations)
+        assert any(a.place == "cuda" and a.bytes >= 25600 for a in ledger_of(lambda: x + x).of("allocation"))
         for wait in (torch.cuda.synchronize, lambda: x[0, 0].item()):
-            assert any("Synchronize" in s.call for s in ledger_of(wait).synchronisations)
+            assert any("Synchronize" in s.operator for s in ledger_of(wait).of("synchronisation"))

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from microllm.errors import EvidenceError
 from microllm.evidence.tensor_statistics import Record
 
-Direction = Literal["h2h", "h2d", "d2h", "d2d"]
+EntryKind = Literal["allocation", "copy", "synchronisation"]
 _REGION = "microllm.ledger.region"
 _TAG = "microllm.ledger.tag:"
 _MEMORY = "[memory]"
@@ -42,33 +42,21 @@ Event: TypeAlias = Any
 """An event of the profiler's C++ result; torch exports no type for it."""
 
 
-class Allocations(Record):
-    """What one operator under one tag allocated on one kind of device."""
+class LedgerEntry(Record):
+    """What one operator under one tag did of one kind: how often, how many bytes, and the largest at once.
 
-    device: Literal["cpu", "cuda"]
-    tag: str
+    ``place`` is the device of an allocation ("cpu", "cuda"), the direction of a copy ("h2d", ...), and "host" for a
+    call that makes the host wait; ``item()`` counts as one on the CPU too, where it would wait for a GPU.
+    A fused foreach copy's bytes count its elements.
+    """
+
+    kind: EntryKind
+    place: str
     operator: str
-    calls: int
-    bytes: int
-    largest_bytes: int
-
-
-class Copies(Record):
-    """Copies in one direction under one tag; a fused foreach copy's ``bytes`` count its elements."""
-
-    direction: Direction
     tag: str
     calls: int
     bytes: int
     largest_bytes: int
-
-
-class Synchronisations(Record):
-    """Calls that make the host wait for the device; ``item()`` counts on the CPU too, where it would on a GPU."""
-
-    call: str
-    tag: str
-    calls: int
 
 
 class LedgerReport(Record):
@@ -77,11 +65,13 @@ class LedgerReport(Record):
     An older host tensor freed inside does not lower the peak (torch's profiler does not see it go).
     """
 
-    allocations: tuple[Allocations, ...]
+    entries: tuple[LedgerEntry, ...]
     peak_bytes: dict[str, int]
-    copies: tuple[Copies, ...]
-    synchronisations: tuple[Synchronisations, ...]
     device_traced: bool
+
+    def of(self, kind: EntryKind) -> tuple[LedgerEntry, ...]:
+        """Return the entries of one kind."""
+        return tuple(entry for entry in self.entries if entry.kind == kind)
 
     def require_clean(self, *, device: str | None = None, scalar_bytes: int = 8) -> None:
         """Refuse any allocation, copy or synchronisation in the region.
@@ -98,16 +88,11 @@ class LedgerReport(Record):
                 "need one to prove anything; compare torch.cuda.memory_stats() instead"
             )
         found = [
-            f"{a.calls} allocations of {a.bytes} bytes on {a.device} by {a.operator or 'no operator'} in {a.tag!r}"
-            for a in self.allocations
-            if device in (None, a.device) and (a.device != "cpu" or a.largest_bytes > scalar_bytes)
+            f"{e.kind}: {e.calls} ({e.bytes} bytes, {e.place}) by {e.operator or 'no operator'} in {e.tag!r}"
+            for e in self.entries
+            if not (e.place in ("cpu", "h2h") and e.largest_bytes <= scalar_bytes)
+            and (e.kind != "allocation" or device in (None, e.place))
         ]
-        found += [
-            f"{c.calls} {c.direction} copies of {c.bytes} bytes in {c.tag!r}"
-            for c in self.copies
-            if c.direction != "h2h" or c.largest_bytes > scalar_bytes
-        ]
-        found += [f"{s.calls} synchronisations by {s.call} in {s.tag!r}" for s in self.synchronisations]
         if found:
             raise EvidenceError("got " + "; ".join(found) + "; need a region with none")
 
@@ -186,22 +171,30 @@ def _on_host(event: Event) -> bool:
 
 def _report(events: Iterable[Event], *, cuda: bool) -> LedgerReport:
     events = list(events)
-    device_events = [e for e in events if not _on_host(e) and e.name() != _MEMORY]
+    on_device = [e for e in events if not _on_host(e) and e.name() != _MEMORY]
     host = _host_events(events)
-    allocations, peaks = _allocations(host)
-    synchronisations: dict[tuple[str, str], int] = defaultdict(int)
+    sizes: dict[tuple[EntryKind, str, str, str], list[int]] = defaultdict(list)
+    grown: dict[str, int] = defaultdict(int)
+    peaks: dict[str, int] = {}
     for seen in host:
-        if _SYNC.fullmatch(seen.event.name()):
-            synchronisations[seen.event.name(), seen.tag] += 1
-    return LedgerReport(
-        allocations=allocations,
-        peak_bytes=peaks,
-        copies=_copies(host, device_events),
-        synchronisations=tuple(
-            Synchronisations(call=call, tag=tag, calls=calls) for (call, tag), calls in synchronisations.items()
-        ),
-        device_traced=bool(device_events) or not cuda,
-    )
+        if seen.event.name() == _MEMORY:
+            device, size = "cpu" if _on_host(seen.event) else "cuda", seen.event.nbytes()
+            grown[device] += size
+            peaks[device] = max(peaks.get(device, 0), grown[device])
+            if size > 0:
+                sizes["allocation", device, seen.operator, seen.tag].append(size)
+        elif _SYNC.fullmatch(seen.event.name()):
+            sizes["synchronisation", "host", seen.event.name(), seen.tag].append(0)
+    for direction, operator, tag, size in _copies(host, on_device):
+        sizes["copy", direction, operator, tag].append(size)
+    entries = tuple(
+        LedgerEntry(
+            kind=kind, place=place, operator=operator, tag=tag,
+            calls=len(found), bytes=sum(found), largest_bytes=max(found),
+        )
+        for (kind, place, operator, tag), found in sizes.items()
+    )  # fmt: skip
+    return LedgerReport(entries=entries, peak_bytes=peaks, device_traced=bool(on_device) or not cuda)
 
 
 def _host_events(events: list[Event]) -> list[_Seen]:
@@ -237,49 +230,21 @@ def _host_events(events: list[Event]) -> list[_Seen]:
     return walked
 
 
-def _allocations(host: list[_Seen]) -> tuple[tuple[Allocations, ...], dict[str, int]]:
-    sizes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    grown: dict[str, int] = defaultdict(int)
-    peaks: dict[str, int] = {}
-    for seen in (s for s in host if s.event.name() == _MEMORY):
-        device = "cpu" if _on_host(seen.event) else "cuda"
-        size = seen.event.nbytes()
-        grown[device] += size
-        peaks[device] = max(peaks.get(device, 0), grown[device])
-        if size > 0:
-            sizes[device, seen.tag, seen.operator].append(size)
-    rows = tuple(
-        Allocations(
-            device=cast(Literal["cpu", "cuda"], device), tag=tag, operator=operator,
-            calls=len(found), bytes=sum(found), largest_bytes=max(found),
-        )
-        for (device, tag, operator), found in sizes.items()
-    )  # fmt: skip
-    return rows, peaks
-
-
-def _copies(host: list[_Seen], device_events: list[Event]) -> tuple[Copies, ...]:
-    """Count the device's own memory copies, and each innermost copy operator that needed none of them."""
+def _copies(host: list[_Seen], on_device: list[Event]) -> Iterator[tuple[str, str, str, int]]:
+    """Yield the device's own memory copies, and each innermost copy operator that needed none of them."""
     launched: dict[int, list[Event]] = defaultdict(list)
-    for event in device_events:
+    sources = {s.event.correlation_id(): (s.event.name(), s.tag) for s in host if s.is_operator}
+    for event in on_device:
         launched[event.linked_correlation_id()].append(event)
-    tags = {s.event.correlation_id(): s.tag for s in host if s.is_operator}
-    sizes: dict[tuple[Direction, str], list[int]] = defaultdict(list)
-    for event in device_events:
         if found := _MEMCPY.match(event.name()):
-            ends = "".join("h" if end == "H" else "d" for end in found.groups())
+            source, target = ("h" if end == "H" else "d" for end in found.groups())
             size = int(json.loads("{" + event.metadata_json() + "}").get("bytes", 0))
-            sizes[cast(Direction, f"{ends[0]}2{ends[1]}"), tags.get(event.linked_correlation_id(), "")].append(size)
+            yield f"{source}2{target}", *sources.get(event.linked_correlation_id(), ("", "")), size
     for seen in host:
-        if seen.event.name() not in _COPY_OPS or seen.holds_copy:
-            continue
-        work = launched.get(seen.event.correlation_id(), [])
-        if not any(_MEMCPY.match(event.name()) for event in work):
-            sizes["d2d" if work else "h2h", seen.tag].append(_destination_bytes(seen.event))
-    return tuple(
-        Copies(direction=direction, tag=tag, calls=len(found), bytes=sum(found), largest_bytes=max(found))
-        for (direction, tag), found in sizes.items()
-    )
+        if seen.event.name() in _COPY_OPS and not seen.holds_copy:
+            work = launched.get(seen.event.correlation_id(), [])
+            if not any(_MEMCPY.match(event.name()) for event in work):
+                yield "d2d" if work else "h2h", seen.event.name(), seen.tag, _destination_bytes(seen.event)
 
 
 def _destination_bytes(copy: Event) -> int:
