@@ -66,19 +66,25 @@ class SamplingParams:
     Steps apply in this order: logit_bias, bans (stop ids before ``min_tokens``, ids that are no token), the three
     penalties, temperature, top_k, top_p, min_p. The draw depends on (seed, choice, position) alone.
 
-    max_tokens: most tokens to generate; the model's context may end a sequence earlier, with reason "length".
-    temperature: 0 is the exact argmax, the lowest id winning a tie; 1, the default, is the model's own distribution.
-    top_k, top_p, min_p: keep the k likeliest; the likeliest that reach mass p; those at least min_p times the best.
-    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt and output.
-    presence_penalty, frequency_penalty: subtracted once, and once an occurrence, for tokens in the output.
-    seed: None draws a fresh one; the completion carries the seed that was used.
-    n: how many choices each prompt gets.
-    stop: texts that end a sequence and are not part of its text (one, or several).
-    stop_token_ids: ids that end a sequence, beside the model's own; ``ignore_eos`` leaves only these.
-    min_tokens: no stop id and no stop text ends a sequence before it has this many tokens.
-    logit_bias: token id to a number added to its logit, -100 to 100.
-    logprobs, prompt_logprobs: None for none, 0 for the token's own, k for the k likeliest as well; both come from the
-    model's logits before any step above.
+    Args:
+        max_tokens: Most tokens to generate; the model's context may end a sequence earlier, with reason "length".
+        temperature: 0 is the exact argmax, the lowest id winning a tie; 1 is the model's own distribution.
+        top_k: Keep the k likeliest tokens; 0 is off.
+        top_p: Keep the likeliest tokens that together reach this mass; 1 is off.
+        min_p: Keep tokens at least this many times as likely as the best; 0 is off.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt and output; 1 is off.
+        presence_penalty: Subtracted once from the logits of tokens in the output.
+        frequency_penalty: Subtracted once an occurrence from the logits of tokens in the output.
+        seed: None draws a fresh one; the completion carries the seed that was used.
+        n: How many choices each prompt gets.
+        stop: Texts that end a sequence and are not part of its text (one, or several).
+        stop_token_ids: Ids that end a sequence, beside the model's own.
+        ignore_eos: Let only stop_token_ids and stop end a sequence, not the model's own ids.
+        min_tokens: No stop id and no stop text ends a sequence before it has this many tokens.
+        logit_bias: Token id to a number added to its logit, -100 to 100.
+        logprobs: None for none, 0 for each token's own log-probability, k for the k likeliest as well; from the
+            model's logits before any step above.
+        prompt_logprobs: The same for the prompt's tokens.
 
     Raises:
         RequestError: a value of the wrong type or out of its range.
@@ -94,7 +100,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     n: int = 1
-    stop: str | Sequence[str] = ()
+    stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     min_tokens: int = 0

@@ -1,0 +1,78 @@
+"""The ``microllm`` command: one file a subcommand, flags from its dataclass, errors as one line.
+
+Exit status: 0 done, 1 a gate failed, 2 a mistake in the call or its input, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+
+from microllm.cli.align import Align
+from microllm.cli.bench import Bench
+from microllm.cli.chat import Chat
+from microllm.cli.doctor import Doctor
+from microllm.cli.generate import Generate
+from microllm.cli.inspect import Inspect
+from microllm.cli.pull import Pull
+from microllm.errors import MicroLLMError
+
+COMMANDS: dict[str, Any] = {
+    "generate": Generate,
+    "chat": Chat,
+    "inspect": Inspect,
+    "align": Align,
+    "doctor": Doctor,
+    "pull": Pull,
+    "bench": Bench,
+}
+"""Each subcommand's name and the dataclass whose fields are its flags."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(importlib.metadata.version("microllm"))
+        return 0
+    if words[0] not in COMMANDS:
+        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "; microllm --help says what each does"
+        print(f"microllm: got command {words[0]!r}; need one of {', '.join(COMMANDS)}{hint}", file=sys.stderr)
+        return 2
+    return _run(words[0], words[1:])
+
+
+def _run(name: str, args: list[str]) -> int:
+    command = tyro.cli(
+        COMMANDS[name],
+        prog=f"microllm {name}",
+        args=args,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
+    )
+    try:
+        return command.run()
+    except MicroLLMError as error:
+        print(f"microllm: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nmicrollm: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _overview() -> str:
+    lines = ["Run, serve, train and speed up small language models, with the evidence for every number.", ""]
+    lines += [f"  microllm {name:<9} {command.__doc__.splitlines()[0]}" for name, command in COMMANDS.items()]
+    return "\n".join([*lines, "", "microllm COMMAND --help lists a command's options."])

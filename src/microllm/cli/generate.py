@@ -1,0 +1,110 @@
+"""``microllm generate``: one prompt in, text out as it is made."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from microllm.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from microllm.inference import LLM, Completion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Answer one prompt, with the model's chat template unless --raw is given."""
+
+    prompt: str
+    """What to answer; "-" reads standard input."""
+    model: str = "demo"
+    """A directory, a GGUF file, a name in the local Hugging Face cache, or "demo"."""
+    raw: bool = False
+    """Continue the prompt as plain text, without the chat template."""
+    system: str | None = None
+    """A system message for the chat template."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    precision: str = "auto"
+    """auto (the checkpoint's own on a GPU, fp32 on a CPU), fp32, bf16 or fp16."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object: text, token_ids, prompt_token_ids, finish_reason, timings, ..."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    def run(self) -> int:
+        """Print the answer as it comes; with --json, or several choices, all at the end. 1 when a sequence failed."""
+        from microllm.errors import RequestError
+        from microllm.inference import load
+
+        prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
+        if not prompt:
+            raise RequestError("got an empty prompt; need some text; pass it with --prompt")
+        if self.raw and self.system is not None:
+            raise RequestError("got --system with --raw; need one of them: a system message is the chat template's")
+        llm = load(self.model, device=self.device, precision=self.precision)
+        text: str | list[int] = prompt
+        if not self.raw:
+            messages = [{"role": "user", "content": prompt}]
+            if self.system is not None:
+                messages.insert(0, {"role": "system", "content": self.system})
+            text = llm.tokenizer.encode_chat(messages)
+        if self.as_json or self.sampling.n > 1:
+            completions = llm.generate([text], self.sampling)
+            _print_choices(completions, as_json=self.as_json)
+        else:
+            completions = [_print_stream(llm, text, self.sampling)]
+        return 1 if any(c.finish_reason == "error" for c in completions) else 0
+
+
+def _print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Completion:
+    """Print one answer as it is made, and its speed on standard error."""
+    with llm.stream(prompt, params) as pieces:
+        try:
+            for piece in pieces:
+                print(piece.text, end="", flush=True)
+        except KeyboardInterrupt:
+            pieces.close()
+        print()
+    _print_prompt_logprobs(llm, pieces.completion)
+    print(describe_speed(pieces.completion), file=sys.stderr)
+    return pieces.completion
+
+
+def _print_choices(completions: list[Completion], *, as_json: bool) -> None:
+    if not as_json:
+        for c in completions:
+            print(f"[{c.index}] {c.text}")
+    elif len(completions) == 1:
+        print(json.dumps(completions[0].to_dict()))
+    else:
+        print(json.dumps({"choices": [c.to_dict() for c in completions]}))
+
+
+def _print_prompt_logprobs(llm: LLM, completion: Completion) -> None:
+    if completion.prompt_logprobs is None:
+        return
+    print("\nprompt token, its log-probability, and what was likelier:")
+    for token_id, entry in zip(completion.prompt_token_ids, completion.prompt_logprobs, strict=True):
+        shown = repr(llm.tokenizer.decode([token_id], skip_special_tokens=False))
+        if entry is None:
+            print(f"  {shown:<24} first token")
+            continue
+        top = ", ".join(f"{llm.tokenizer.decode([i], skip_special_tokens=False)!r} {p:.2f}" for i, p in entry.top)
+        print(f"  {shown:<24} {entry.logprob:8.3f}  {top}")
+
+
+def describe_speed(completion: Completion) -> str:
+    """Return one line about how a completion went: tokens, seconds to the first, tokens a second after it."""
+    times = completion.timings
+    words = [f"{len(completion.token_ids)} tokens", f"finish: {completion.finish_reason}"]
+    if times.ttft_ms is not None:
+        words.append(f"first after {times.ttft_ms / 1000:.2f} s")
+    if times.decode_tokens_per_s is not None:
+        words.append(f"{times.decode_tokens_per_s:.1f} tokens/s")
+    if completion.error is not None:
+        words.append(completion.error)
+    return f"[{', '.join(words)}]"

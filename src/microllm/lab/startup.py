@@ -1,0 +1,85 @@
+"""Start-up as a person meets it: from process start to the first piece of answer on its output, in fresh processes."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+from microllm.errors import ConfigError, UnavailableError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartupConfig:
+    """One start-up measurement: which model answers what, how often."""
+
+    model: str = "demo"
+    prompt: str = "What is the capital of France?"
+    device: str = "auto"
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ConfigError(f"got repeats={self.repeats}; need at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Startup:
+    """What was measured.
+
+    Units:   seconds from process start; bytes of resident memory at the peak of the process
+    """
+
+    first_token_s: tuple[float, ...]
+    total_s: tuple[float, ...]
+    peak_bytes: int
+    import_torch_s: float
+
+    @property
+    def median_first_token_s(self) -> float:
+        """Return the median time to the first piece of answer."""
+        return statistics.median(self.first_token_s)
+
+
+def measure_startup(config: StartupConfig) -> Startup:
+    """Start ``microllm generate`` in fresh processes after one that warms the disk cache, and time each.
+
+    Raises:
+        UnavailableError: the command failed; the text holds the end of what it said.
+    """
+    command = [
+        sys.executable, "-m", "microllm", "generate", "--model", config.model, "--prompt", config.prompt,
+        "--max-tokens", "8", "--temperature", "0", "--device", config.device,
+    ]  # fmt: skip
+    runs = [_run_once(command) for _ in range(config.repeats + 1)][1:]
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return Startup(
+        first_token_s=tuple(run[0] for run in runs),
+        total_s=tuple(run[1] for run in runs),
+        peak_bytes=max(run[2] for run in runs),
+        import_torch_s=time.perf_counter() - started,
+    )
+
+
+def _run_once(command: list[str]) -> tuple[float, float, int]:
+    """Return seconds to the first byte of output, seconds to the end, and peak resident bytes."""
+    started = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        first = process.stdout.read(1)
+        first_s = time.perf_counter() - started
+        process.stdout.read()
+        complaint = process.stderr.read().decode(errors="replace")
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0 or not first:
+        raise UnavailableError(
+            f"got exit status {process.returncode} from {' '.join(command[1:])}; need an answer; "
+            f"its last words: {complaint[-500:].strip()}"
+        )
+    return first_s, time.perf_counter() - started, usage.ru_maxrss * 1024

@@ -1,0 +1,77 @@
+"""What README, docs and examples say runs, and prints what they show."""
+
+import contextlib
+import io
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from microllm.cli import main
+from microllm.io.demo import fetch_demo
+
+ROOT = pathlib.Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def blocks(path, language):
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def demo():
+    return fetch_demo()
+
+
+def test_the_ten_stops_run_in_order():
+    stops = blocks(ROOT / "docs" / "read-the-code.md", "python")
+    assert len(stops) == 10
+    scope = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for number, stop in enumerate(stops, start=1):
+            exec(compile(stop, f"stop {number}", "exec"), scope)
+    assert "Paris" in printed.getvalue()
+
+
+def test_the_stops_name_files_that_exist():
+    page = (ROOT / "docs" / "read-the-code.md").read_text()
+    named = re.findall(r"`(src/[\w/.]+)`", page)
+    assert len(named) >= 10
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_readme_python_prints_what_it_shows():
+    (code,) = blocks(ROOT / "README.md", "python")
+    want = re.findall(r"^# -> (.*)$", code, flags=re.MULTILINE)
+    assert len([line for line in code.splitlines() if line and not line.startswith("#")]) == 8
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "README.md", "exec"), {})
+    assert printed.getvalue().splitlines() == want
+
+
+def test_readme_commands_exist():
+    """Every microllm command line in the README parses: its subcommand and flags are real."""
+    commands = re.findall(r"^\$ microllm (.*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert len(commands) >= 5
+    for command in commands:
+        words = [w.strip('"') for w in re.findall(r'"[^"]*"|\S+', command)]
+        with contextlib.redirect_stdout(io.StringIO()) as page, pytest.raises(SystemExit) as stopped:
+            main([*words, "--help"])
+        assert stopped.value.code == 0, command
+        for flag in re.findall(r"--[a-z-]+", command):
+            assert flag in page.getvalue(), f"{flag} of: {command}"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path):
+    run = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+    assert run.stderr == ""
+
+
+def test_examples_are_six_of_at_most_forty_lines():
+    assert len(EXAMPLES) == 6
+    assert {path.stem: n for path in EXAMPLES if (n := len(path.read_text().splitlines())) > 40} == {}
