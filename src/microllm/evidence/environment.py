@@ -1,0 +1,136 @@
+"""What a measurement ran on: device, driver, libraries, commit, seed, command.
+
+Place: in every receipt and row. Reads versions without importing what it names. Does not judge: see ``preflight``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+_PACKAGES = ("triton", "transformers", "vllm", "numpy", "microllm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Everything that a figure depends on and that its code does not say."""
+
+    device: str
+    device_name: str
+    device_uuid: str
+    driver: str
+    num_cpus: int
+    num_threads: int
+    platform: str
+    python: str
+    torch: str
+    cuda: str
+    packages: dict[str, str]
+    commit: str
+    dirty: bool
+    seed: int
+    command: tuple[str, ...]
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Return the versions that a benchmark row carries."""
+        return {"python": self.python, "torch": self.torch, "cuda": self.cuda, **self.packages}
+
+
+def capture_environment(
+    device: str, *, seed: int = 0, command: tuple[str, ...] | None = None, repository: Path | None = None
+) -> Environment:
+    """Return the environment of this process for work on ``device`` ("cpu", "cuda" or "cuda:N")."""
+    commit, dirty = read_commit(repository or Path.cwd())
+    uuid, driver = "", ""
+    if torch.device(device).type == "cuda":
+        uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+        driver = _driver_version()
+    return Environment(
+        device=device,
+        device_name=read_device_name(device),
+        device_uuid=uuid,
+        driver=driver,
+        num_cpus=os.cpu_count() or 1,
+        num_threads=torch.get_num_threads(),
+        platform=platform.platform(),
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        cuda=str(torch.version.cuda or ""),
+        packages=_package_versions(),
+        commit=commit,
+        dirty=dirty,
+        seed=seed,
+        command=command_line() if command is None else command,
+    )
+
+
+def environment_drift(recorded: Environment, now: Environment) -> tuple[str, ...]:
+    """Return one sentence for each part of the environment that is no longer as recorded.
+
+    The commit, seed and command differ by intent and are left out.
+    """
+    ignored = {"commit", "dirty", "seed", "command", "packages"}
+    pairs = [(f.name, getattr(recorded, f.name), getattr(now, f.name)) for f in fields(Environment)]
+    pairs = [pair for pair in pairs if pair[0] not in ignored]
+    names = sorted((set(recorded.packages) | set(now.packages)) - {"microllm"})
+    pairs += [(name, recorded.packages.get(name, "absent"), now.packages.get(name, "absent")) for name in names]
+    return tuple(f"{name}: recorded {then!r}, now {today!r}" for name, then, today in pairs if then != today)
+
+
+def read_device_name(device: str) -> str:
+    """Return the product name of ``device``; tracks and calibrations are keyed by it."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} ({os.cpu_count()} cores)"
+    except OSError:
+        pass
+    return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
+
+
+def command_line() -> tuple[str, ...]:
+    """Return how this process was started; of a program's absolute path only its name."""
+    return tuple(Path(word).name if word.startswith("/") else word for word in sys.orig_argv)
+
+
+def read_commit(repository: Path) -> tuple[str, bool]:
+    """Return the commit that ``repository`` is at and whether tracked files differ from it."""
+    commit = _output(["git", "-C", str(repository), "rev-parse", "HEAD"])
+    status = _output(["git", "-C", str(repository), "status", "--porcelain", "--untracked-files=no"])
+    return (commit or "unknown", bool(status) or commit is None)
+
+
+def _driver_version() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    if not path.exists():
+        return ""
+    words = path.read_text(encoding="utf-8").splitlines()[0].split()
+    return next((word for word in words if word[0].isdigit() and "." in word), "")
+
+
+def _package_versions() -> dict[str, str]:
+    versions: dict[str, str] = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

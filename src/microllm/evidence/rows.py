@@ -1,0 +1,208 @@
+"""Benchmark rows: one model, one writer, one reader, and the tables made from them.
+
+Place: every ``bench`` writes them under the repository's ``lab/rows``; README and docs show them between
+``<!-- table:NAME -->`` and ``<!-- /table -->``. A failed row stays as data. Does not measure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError, model_validator
+
+from microllm.errors import EvidenceError
+from microllm.evidence.environment import Environment
+from microllm.evidence.journal import append_line, canonical_json, read_lines, sha256_hex
+from microllm.evidence.receipt import now_utc
+from microllm.evidence.tensor_statistics import Record
+
+RowStatus = Literal[
+    "pass", "precision_mismatch", "batch_invariance_mismatch", "limited", "oom", "unsupported", "unavailable", "invalid"
+]
+HIGHER_IS_BETTER: dict[str, bool] = {
+    "tok/s": True, "req/s": True, "step/s": True, "TFLOPS": True, "GB/s": True, "TB/s": True, "x": True,
+    "s": False, "ms": False, "us": False, "bytes": False, "MiB": False, "GiB": False,
+}  # fmt: skip
+"""Every unit a row may have, and which way is better: ratios above 1 always mean that ours is."""
+_MARK = re.compile(r"(<!-- table:([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+
+
+class Row(Record):
+    """One workload against one peer and the limit measured in the same run.
+
+    The ratios are computed: ``ratio_peer`` > 1 means that ours is better, ``ratio_limit`` is the share of the limit
+    that ours reaches (above 1 the row is ``invalid``). ``parity`` is "pass" or why not; without it there is no speed.
+    Units:   ``ours``, ``peer`` and ``limit`` in ``unit``
+    """
+
+    target: str
+    workload: str
+    device: str
+    dtype: str
+    ours: float | None = None
+    peer_name: str | None = None
+    peer: float | None = None
+    limit: float | None = None
+    unit: str
+    ratio_peer: float | None = None
+    ratio_limit: float | None = None
+    num_forwards: int | None = None
+    peak_bytes: int | None = None
+    peer_peak_bytes: int | None = None
+    parity: str
+    status: RowStatus = "pass"
+    versions: dict[str, str]
+    commit: str
+    command: str
+    date: str
+    digest: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Compute the ratios; a speed above its limit makes the row invalid, failed parity a mismatch."""
+        unit = values.get("unit")
+        if unit not in HIGHER_IS_BETTER:
+            raise EvidenceError(f"got unit {unit!r}; need one of {', '.join(HIGHER_IS_BETTER)}")
+        filled = dict(values)
+        for name, other in (("ratio_peer", values.get("peer")), ("ratio_limit", values.get("limit"))):
+            ratio = _ratio(values.get("ours"), other, unit)
+            given = values.get(name)
+            if given is not None and (ratio is None or abs(given - ratio) > 1e-9 * abs(ratio)):
+                raise EvidenceError(f"got {name} {given}; it computes to {ratio}; leave it out")
+            filled[name] = ratio
+        if values.get("parity") != "pass" and values.get("status", "pass") == "pass":
+            filled["status"] = "precision_mismatch"
+        if (filled["ratio_limit"] or 0) > 1:
+            filled["status"] = "invalid"
+        return filled
+
+    @model_validator(mode="after")
+    def _check(self) -> Row:
+        numbers = [value for value in (self.ours, self.peer, self.limit) if value is not None]
+        if not all(0 < value < float("inf") for value in numbers):
+            raise EvidenceError(f"got figures {numbers}; need finite numbers above 0, or None")
+        if self.parity != "pass" and self.ours is not None:
+            raise EvidenceError(
+                f"got a speed although parity says {self.parity!r}; need ours=None: no parity, no speed"
+            )
+        if self.status == "pass" and self.ours is None:
+            raise EvidenceError("got a row that passes without a figure; need ours, or a status that says why not")
+        return self
+
+    def compute_digest(self) -> str:
+        """Return the sha256 of everything in the row but its digest."""
+        content = self.model_dump(mode="json")
+        del content["digest"]
+        return sha256_hex(canonical_json(content))
+
+
+def environment_fields(environment: Environment) -> dict[str, Any]:
+    """Return the fields of a row that say where, with what and when it was measured."""
+    return {
+        "device": environment.device_name,
+        "versions": environment.versions,
+        "commit": environment.commit + ("+changes" if environment.dirty else ""),
+        "command": " ".join(environment.command),
+        "date": now_utc(),
+    }
+
+
+def write_row(path: Path, row: Row) -> Row:
+    """Append ``row`` to ``path`` under its digest and return it so."""
+    sealed = row.model_copy(update={"digest": row.compute_digest()})
+    append_line(path, lambda _: canonical_json(sealed.model_dump(mode="json")))
+    return sealed
+
+
+def parse_row(line: str) -> Row:
+    """Read one row.
+
+    Raises:
+        EvidenceError: it does not fit its model or its digest.
+    """
+    try:
+        row = Row.model_validate_json(line)
+    except ValidationError as error:
+        raise EvidenceError(f"got a line that is no benchmark row: {error}; restore it") from error
+    if row.digest != row.compute_digest() or line != canonical_json(row.model_dump(mode="json")):
+        raise EvidenceError("got a row that is not as its digest says; restore it")
+    return row
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a file, or of all ``*.jsonl`` in a folder, in order.
+
+    Raises:
+        EvidenceError: a row does not fit its model or its digest; the text names file and line.
+    """
+    rows = []
+    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+        for number, line in enumerate(read_lines(file), 1):
+            try:
+                rows.append(parse_row(line))
+            except EvidenceError as error:
+                raise EvidenceError(f"{file}:{number}: {error}") from error
+    return rows
+
+
+def latest_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the last row of each target, workload, peer, device and dtype, in order of first appearance."""
+    latest: dict[tuple[str | None, ...], Row] = {}
+    for row in rows:
+        latest[row.target, row.workload, row.peer_name, row.device, row.dtype, row.unit] = row
+    return list(latest.values())
+
+
+def rows_table(rows: Iterable[Row]) -> str:
+    """Return the latest rows as a Markdown table."""
+    columns = (
+        "target", "workload", "device", "dtype", "ours", "peer", "ours / peer", "of limit", "status", "commit"
+    )  # fmt: skip
+    cells = []
+    for row in latest_rows(rows):
+        cells.append((
+            row.target, row.workload, row.device, row.dtype, _figure(row.ours, row.unit),
+            f"{row.peer_name}: {_figure(row.peer, row.unit)}" if row.peer_name else "—",
+            "—" if row.ratio_peer is None else f"{row.ratio_peer:.2f}",
+            "—" if row.ratio_limit is None else f"{row.ratio_limit:.2f}",
+            row.status if row.parity == "pass" else f"{row.status}: {row.parity}", row.commit[:8],
+        ))  # fmt: skip
+    return markdown_table(columns, cells)
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table, with a line break at its end."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def fill_tables(text: str, tables: Mapping[str, str]) -> str:
+    """Return ``text`` with each marked table replaced by the current one.
+
+    Raises:
+        EvidenceError: a mark names a table that there is not.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in tables:
+            raise EvidenceError(f"got a mark for table {name!r}; need one of {', '.join(sorted(tables))}")
+        return f"{match[1]}{tables[name]}{match[4]}"
+
+    return _MARK.sub(replace, text)
+
+
+def _ratio(ours: float | None, other: float | None, unit: str) -> float | None:
+    if ours is None or other is None:
+        return None
+    return ours / other if HIGHER_IS_BETTER[unit] else other / ours
+
+
+def _figure(value: float | None, unit: str) -> str:
+    if value is None:
+        return "—"
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"

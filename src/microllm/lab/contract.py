@@ -1,0 +1,171 @@
+"""What an experiment promises before any number: hypothesis, prediction, workloads, gates, guards, track.
+
+Place: ``experiment new`` writes it, everything else reads it. Once rows exist a changed contract breaks the chain of
+receipts that starts from its bytes. Does not run anything.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import runpy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, ValidationError, model_validator
+from torch import Tensor
+
+from microllm.errors import EvidenceError
+from microllm.evidence.gates import BANDS, JUDGED, Kind
+from microllm.evidence.journal import canonical_json, sha256_hex
+from microllm.evidence.tensor_statistics import Record
+from microllm.evidence.timing import FULL_ROUND_S, QUICK, TimingConfig
+from microllm.evidence.verdict import Rule
+
+Text = Annotated[str, Field(min_length=10)]
+Entry = Annotated[str, Field(pattern=r"^[\w./-]+:\w+$")]
+Output = Tensor | Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What an entry point is given: it builds its inputs from the seed and returns a callable without arguments."""
+
+    workload: str
+    arguments: dict[str, JsonValue]
+    device: str
+    dtype: str
+    seed: int
+
+
+Build = Callable[[Case], Callable[[], Output]]
+
+
+class Track(Record):
+    """Curves of different tracks never mix: any change here starts a new one."""
+
+    device_name: str
+    dtype: str
+    models: tuple[str, ...] = ()
+    workloads: tuple[str, ...]
+    peers: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Return the track's name for files and tables."""
+        words = "".join(c if c.isalnum() else "-" for c in f"{self.device_name}-{self.dtype}".lower())
+        slug = "-".join(word for word in words.split("-") if word)
+        return f"{slug}-{sha256_hex(canonical_json(self.model_dump(mode='json')))[:6]}"
+
+
+class Workload(Record):
+    """One input that both arms run; the contract's first is the target, the others guard."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    arguments: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class Gate(Record):
+    """The correctness gate and its floors (the kind's own pass band if none are given)."""
+
+    kind: Kind = "values"
+    floors: dict[str, float] = Field(default_factory=dict)
+    num_seeds: Annotated[int, Field(ge=1)] = 3
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Return the floors that refuse."""
+        return self.floors or {JUDGED[self.kind]: BANDS[JUDGED[self.kind]][0]}
+
+
+class MemoryTrade(Record):
+    """A rise in peak memory that is accepted beforehand, and why."""
+
+    max_ratio: Annotated[float, Field(gt=1.0)]
+    reason: Text
+
+
+class Contract(Record):
+    """An experiment's promise. ``kind="baseline"`` starts a track from the peer ratios of ``score_targets``' rows.
+
+    Units:   ``predicted_effect`` and ``min_effect`` in natural logarithms of the ratio of times (0.01 = 1 % faster)
+    """
+
+    id: Annotated[str, Field(pattern=r"^\d{3}-[a-z0-9-]+$")]
+    kind: Literal["experiment", "baseline"] = "experiment"
+    created: str
+    commit: str
+    hypothesis: Text
+    refuted_if: Text
+    mechanism: Text
+    predicted_effect: float
+    track: Track
+    device: str
+    baseline: Entry | None = None
+    candidate: Entry | None = None
+    broken: Entry | None = None
+    workloads: tuple[Workload, ...]
+    gate: Gate = Gate()
+    min_effect: Annotated[float, Field(ge=0.003)] = 0.003
+    adds_policy_code: bool = False
+    memory_trade: MemoryTrade | None = None
+    pairs: int = 8
+    round_s: Annotated[float, Field(ge=FULL_ROUND_S)] = FULL_ROUND_S
+    num_threads: int | None = None
+    score_targets: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Contract:
+        names = tuple(workload.name for workload in self.workloads)
+        if not names or len(set(names)) != len(names) or names != self.track.workloads:
+            raise EvidenceError(f"got workloads {names}, track {self.track.workloads}; need the same distinct names")
+        if self.kind == "experiment" and not (self.baseline and self.candidate):
+            raise EvidenceError("got an experiment without entry points; need baseline and candidate")
+        if self.adds_policy_code and self.min_effect < 0.01:
+            raise EvidenceError(f"got min_effect {self.min_effect}; need 0.01: a policy that adds code must gain 1 %")
+        return self
+
+    @property
+    def rule(self) -> Rule:
+        """Return the rule that this experiment is judged by."""
+        limit = self.memory_trade.max_ratio if self.memory_trade else Rule().memory_limit
+        return Rule(min_effect=self.min_effect, memory_limit=limit)
+
+    def timing(self, seed: int, *, quick: bool) -> TimingConfig:
+        """Return how each process times."""
+        if quick:
+            return TimingConfig(
+                quick=True, seed=seed, round_s=QUICK.round_s, warmup_s=QUICK.warmup_s, control_pairs=QUICK.control_pairs
+            )
+        return TimingConfig(pairs=self.pairs, round_s=self.round_s, seed=seed)
+
+
+def read_contract(directory: Path) -> Contract:
+    """Read ``contract.json`` of an experiment's directory.
+
+    Raises:
+        EvidenceError: there is none, or it does not fit the schema.
+    """
+    path = directory / "contract.json"
+    if not path.exists():
+        raise EvidenceError(f"got {directory}, which holds no contract.json; need an experiment; run: microllm lab new")
+    try:
+        return Contract.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise EvidenceError(f"{path}: {error}") from error
+
+
+def load_entry(directory: Path, entry: str) -> Build:
+    """Return the function that ``entry`` names: "package.module:function", or "file.py:function" in ``directory``.
+
+    Raises:
+        EvidenceError: there is no such module, file or function.
+    """
+    place, _, name = entry.partition(":")
+    try:
+        if place.endswith(".py"):
+            return runpy.run_path(str(directory / place))[name]
+        return pkgutil.resolve_name(entry)
+    except (OSError, KeyError, ImportError, AttributeError) as error:
+        raise EvidenceError(f"got entry {entry!r}, which {directory} does not lead to ({error}); write it") from error

@@ -1,0 +1,283 @@
+"""Experiments: write the contract, run correctness and then timing in fresh processes, judge.
+
+Place: what ``microllm lab new | run | judge`` call. An experiment is a directory ``lab/experiments/<id>`` with
+``contract.json``, the files its entry points lie in, ``rows.jsonl``, ``receipts.jsonl`` and ``verdict.json``.
+The process that runs an experiment touches no device: what it starts does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from microllm.errors import EvidenceError
+from microllm.evidence.calibration import read_calibration
+from microllm.evidence.environment import (
+    Environment,
+    capture_environment,
+    command_line,
+    read_commit,
+    read_device_name,
+)
+from microllm.evidence.gates import Kind
+from microllm.evidence.journal import write_atomic
+from microllm.evidence.receipt import append_receipt, now_utc
+from microllm.evidence.replicates import Replicate, run_replicate
+from microllm.evidence.rows import latest_rows, read_rows
+from microllm.evidence.statistics import geometric_mean
+from microllm.evidence.verdict import CONFIRMATION_GAP_S
+from microllm.lab.contract import Contract, Gate, Track, Workload, read_contract
+from microllm.lab.judgement import Judgement, judge_experiment, judge_sessions
+from microllm.lab.record import RawRow, Records, SessionBody
+from microllm.lab.replicate import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewConfig:
+    """What ``lab new`` needs to write a contract.
+
+    ``workloads`` and ``guards`` are "name" or "name={json arguments}"; ``peers`` "name=version"; ``floors`` "metric=x".
+    """
+
+    name: str
+    hypothesis: str
+    refuted_if: str
+    mechanism: str
+    predicted_effect: float
+    baseline: str | None = None
+    candidate: str | None = None
+    broken: str | None = None
+    kind: Literal["experiment", "baseline"] = "experiment"
+    device: str = "cpu"
+    dtype: str = "float32"
+    workloads: tuple[str, ...] = ("default",)
+    models: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    gate: Kind = "values"
+    floors: tuple[str, ...] = ()
+    min_effect: float = 0.003
+    adds_policy_code: bool = False
+    num_threads: int | None = None
+    score_targets: tuple[str, ...] = ()
+    root: Path = Path("lab")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """What ``lab run`` needs: which experiment, and whether to screen it only.
+
+    Units:   ``wait_s`` is how long each timing waits for a quiet machine
+    """
+
+    id: str
+    quick: bool = False
+    wait_s: float = 120.0
+    root: Path = Path("lab")
+
+
+def experiment_directories(root: Path) -> list[Path]:
+    """Return the directories of all experiments, in order of their numbers."""
+    return sorted(path.parent for path in (root / "experiments").glob("*/contract.json"))
+
+
+def find_experiment(root: Path, name: str) -> Path:
+    """Return the directory of the experiment with this id, number or name.
+
+    Raises:
+        EvidenceError: none or several fit.
+    """
+    found = [path for path in experiment_directories(root) if name in (path.name, path.name[:3], path.name[4:])]
+    if len(found) != 1:
+        known = ", ".join(path.name for path in experiment_directories(root)) or "none"
+        raise EvidenceError(f"got experiment {name!r}, which fits {len(found)}; need one of: {known}")
+    return found[0]
+
+
+def new_experiment(config: NewConfig) -> Path:
+    """Write the contract of a new experiment and return its directory.
+
+    Raises:
+        EvidenceError: a field of the contract is missing or does not fit.
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", config.name.lower()).strip("-")
+    number = max((int(path.name[:3]) for path in experiment_directories(config.root)), default=0) + 1
+    workloads = tuple(_named_json(text) for text in config.workloads)
+    try:
+        contract = Contract(
+            id=f"{number:03d}-{slug}",
+            kind=config.kind,
+            created=now_utc(),
+            commit=read_commit(config.root)[0],
+            hypothesis=config.hypothesis,
+            refuted_if=config.refuted_if,
+            mechanism=config.mechanism,
+            predicted_effect=config.predicted_effect,
+            track=Track(
+                device_name=read_device_name(config.device),
+                dtype=config.dtype,
+                models=config.models,
+                workloads=tuple(name for name, _ in workloads),
+                peers=dict(_pair(text) for text in config.peers),
+            ),
+            device=config.device,
+            baseline=config.baseline,
+            candidate=config.candidate,
+            broken=config.broken,
+            workloads=tuple(Workload(name=name, arguments=arguments) for name, arguments in workloads),
+            gate=Gate(kind=config.gate, floors={name: float(x) for name, x in map(_pair, config.floors)}),
+            min_effect=0.01 if config.adds_policy_code else config.min_effect,
+            adds_policy_code=config.adds_policy_code,
+            num_threads=config.num_threads,
+            score_targets=config.score_targets,
+        )
+    except ValidationError as error:
+        raise EvidenceError(f"got a contract that promises too little: {error}") from error
+    directory = config.root / "experiments" / contract.id
+    write_atomic(directory / "contract.json", json.dumps(contract.model_dump(mode="json"), indent=2) + "\n")
+    return directory
+
+
+def run_experiment(config: RunConfig) -> Judgement:
+    """Run a session of an experiment (correctness first, then timing) and judge it.
+
+    A full session is 6 processes, and 12 if 6 leave the question open; ``quick`` is one process and decides nothing.
+
+    Raises:
+        EvidenceError: the verdict is final, a confirmation is too early, or this is another machine than the track's.
+    """
+    directory = find_experiment(config.root, config.id)
+    contract, records = read_contract(directory), Records(directory)
+    if contract.kind == "baseline":
+        return _run_baseline(config.root, directory, contract)
+    before = judge_sessions(contract, records.sessions())
+    _check_may_run(before, quick=config.quick)
+    extending = bool(before.sessions) and before.sessions[-1].extend and not config.quick
+    body, environment = _check_correctness(config, directory, contract, records, extending=extending)
+    if body.crash or not body.gates_pass:
+        records.append_session(body, environment)
+        return judge_experiment(directory)
+    rule = contract.rule
+    parts = [range(1)] if config.quick else [range(rule.min_processes), range(rule.min_processes, rule.max_processes)]
+    judgement = before
+    for processes in parts[1:] if extending else parts:
+        rows = _run_processes(records, contract, body.session, processes, config)
+        records.append_session(body.model_copy(update={"rows": rows}), environment)
+        judgement = judge_experiment(directory)
+        if not judgement.sessions[-1].extend:
+            break
+    return judgement
+
+
+def _check_correctness(
+    config: RunConfig, directory: Path, contract: Contract, records: Records, *, extending: bool
+) -> tuple[SessionBody, Environment]:
+    """Run the gate in a process of its own and return the session's receipt without rows, and where it runs."""
+    seeds = tuple(secrets.randbelow(2**31) for _ in range(contract.gate.num_seeds))
+    gate = run_replicate(Task(phase="gate", directory=str(directory), seeds=seeds).arguments())
+    environment = _environment(gate, contract)
+    if abandoned := records.uncovered():
+        records.append_session(SessionBody.interruption(tuple(abandoned)), environment)
+    reports: dict[str, list[dict[str, Any]]] = gate.result["reports"] if gate.result else {}
+    calibration = read_calibration(config.root / "calibrations.jsonl", environment)
+    last = max((receipt.body["session"] for receipt in records.receipts("session")), default=0)
+    body = SessionBody(
+        session=last if extending else last + 1,
+        quick=config.quick,
+        gate=reports,
+        gates_pass=bool(reports) and all(each["passed"] for found in reports.values() for each in found),
+        process_sd=calibration.process_sd if calibration else None,
+        crash=gate.error,
+    )
+    return body, environment
+
+
+def _run_processes(
+    records: Records, contract: Contract, session: int, processes: range, config: RunConfig
+) -> tuple[str, ...]:
+    digests = []
+    for process in processes:
+        seed = secrets.randbelow(2**31)
+        task = Task(
+            phase="time", directory=str(records.directory), seeds=(seed,), quick=config.quick, wait_s=config.wait_s
+        )
+        started = now_utc()
+        done = run_replicate(task.arguments())
+        if done.result is None:
+            row = RawRow(session=session, process=process, workload=contract.workloads[0].name, seed=seed,
+                         started=started, pid=0, status="crash", error=done.error)  # fmt: skip
+            digests.append(records.append_row(row))
+            break
+        for measured in done.result["rows"]:
+            row = RawRow.model_validate({"session": session, "process": process, **measured})
+            digests.append(records.append_row(row))
+    return tuple(digests)
+
+
+def _check_may_run(judgement: Judgement, *, quick: bool) -> None:
+    if judgement.final:
+        raise EvidenceError(
+            f"got an experiment whose verdict is final ({judgement.verdict.status}); need a new hypothesis; "
+            "run: microllm lab new"
+        )
+    if judgement.kept_at is not None and not quick:
+        waited = (datetime.fromisoformat(now_utc()) - datetime.fromisoformat(judgement.kept_at)).total_seconds()
+        if waited < CONFIRMATION_GAP_S:
+            left = math.ceil((CONFIRMATION_GAP_S - waited) / 60)
+            raise EvidenceError(f"got a keep to confirm too early; need another time; run again in {left} minutes")
+
+
+def _environment(gate: Replicate, contract: Contract) -> Environment:
+    if gate.result is None:
+        return capture_environment("cpu")
+    environment = Environment(**{**gate.result["environment"], "command": command_line()})
+    if environment.device_name != contract.track.device_name:
+        raise EvidenceError(
+            f"got device {environment.device_name!r}; the track's is {contract.track.device_name!r}; "
+            "need the same machine, or a new experiment for this one: curves of different tracks never mix"
+        )
+    return environment
+
+
+def _run_baseline(root: Path, directory: Path, contract: Contract) -> Judgement:
+    """Seal the peer ratios that the track starts from: the latest passing rows of its targets on its device."""
+    rows = read_rows(root / "rows") if (root / "rows").exists() else []
+    track = contract.track
+    fitting = [row for row in rows if row.device == track.device_name and row.dtype == track.dtype]
+    chosen = [row for row in latest_rows(fitting) if row.target in contract.score_targets and row.status == "pass"]
+    ratios = {row.digest: row.ratio_peer for row in chosen if row.ratio_peer is not None}
+    missing = set(contract.score_targets) - {row.target for row in chosen if row.digest in ratios}
+    if missing:
+        raise EvidenceError(
+            f"got no passing row against a peer for {sorted(missing)} on this track; run: microllm bench"
+        )
+    score = geometric_mean(list(ratios.values())) if ratios else 1.0
+    environment = capture_environment("cpu", repository=directory)
+    records = Records(directory)
+    if not records.receipts("baseline"):
+        append_receipt(
+            records.receipts_path, "baseline", {"score": score, "ratios": ratios}, environment, genesis=records.genesis
+        )
+    return judge_experiment(directory)
+
+
+def _named_json(text: str) -> tuple[str, dict[str, Any]]:
+    name, _, arguments = text.partition("=")
+    try:
+        return name, json.loads(arguments or "{}")
+    except ValueError as error:
+        raise EvidenceError(f"got workload {text!r}; need name or name={{json}}: {error}") from error
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise EvidenceError(f"got {text!r}; need name=value")
+    return name, value

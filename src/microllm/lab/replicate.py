@@ -1,0 +1,150 @@
+"""One fresh process of an experiment: its correctness gate, or one replicate of its timing.
+
+Place: ``experiment run`` starts ``python -m microllm.lab.replicate TASK`` and reads the JSON object in the last line
+of its output. Does not judge and writes no file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from microllm.evidence.environment import capture_environment
+from microllm.evidence.gates import gate_metrics, refusals, run_gate
+from microllm.evidence.memory_ledger import memory_ledger
+from microllm.evidence.preflight import check_machine
+from microllm.evidence.receipt import now_utc
+from microllm.evidence.timing import time_pairs
+from microllm.lab.contract import Build, Case, Contract, Output, load_entry, read_contract
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What the process is to do.
+
+    Units:   ``wait_s`` is how long it waits for a quiet machine before each timing
+    """
+
+    phase: Literal["gate", "time"]
+    directory: str
+    seeds: tuple[int, ...]
+    quick: bool = False
+    wait_s: float = 0.0
+
+    def arguments(self) -> tuple[str, ...]:
+        """Return the arguments to Python that start it."""
+        return ("-m", "microllm.lab.replicate", json.dumps(asdict(self)))
+
+
+def check(task: Task, contract: Contract) -> dict[str, Any]:
+    """Run the correctness gate of every workload on each seed and return the reports."""
+    directory = Path(task.directory)
+    baseline, candidate = _arms(directory, contract)
+    broken = load_entry(directory, contract.broken) if contract.broken else baseline
+    reports: dict[str, list[dict[str, Any]]] = {}
+    for workload in contract.workloads:
+        for seed in task.seeds:
+            case = Case(workload=workload.name, arguments=workload.arguments, device=contract.device,
+                        dtype=contract.track.dtype, seed=seed)  # fmt: skip
+            # Without a planted break of its own, the experiment's is the right computation on the wrong input.
+            wrong = case if contract.broken else replace(case, seed=seed + 1)
+            report = run_gate(
+                contract.gate.kind,
+                host=_output(baseline, case),
+                candidate=_output(candidate, case),
+                broken=_output(broken, wrong),
+                floors=contract.gate.limits,
+            )
+            found = {**report.model_dump(mode="json"), "passed": report.passed, "reasons": list(report.reasons)}
+            reports.setdefault(workload.name, []).append(found)
+    environment = capture_environment(contract.device, seed=task.seeds[0], repository=directory)
+    return {"reports": reports, "environment": asdict(environment)}
+
+
+def measure(task: Task, contract: Contract) -> dict[str, Any]:
+    """Time candidate against baseline on every workload and return the raw rows."""
+    baseline, candidate = _arms(Path(task.directory), contract)
+    rows = []
+    for number, workload in enumerate(contract.workloads):
+        seed = task.seeds[0] + number
+        case = Case(workload=workload.name, arguments=workload.arguments, device=contract.device,
+                    dtype=contract.track.dtype, seed=seed)  # fmt: skip
+        started = now_utc()
+        arms = [build(case) for build in (baseline, candidate, baseline)]
+        preflight = check_machine(contract.device)
+        deadline = time.monotonic() + task.wait_s
+        while preflight.problems and time.monotonic() < deadline:
+            time.sleep(2.0)
+            preflight = check_machine(contract.device)
+        timing = time_pairs(
+            arms[0], arms[1], control=arms[2], device=contract.device, config=contract.timing(seed, quick=task.quick)
+        )
+        parity = _parity(arms[0], arms[1], contract)
+        del arms
+        peaks = [_peak_bytes(build, case) for build in (baseline, candidate)]
+        rows.append({
+            "workload": workload.name, "seed": seed, "started": started, "pid": os.getpid(), "timing": asdict(timing),
+            "preflight": asdict(preflight), "baseline_peak_bytes": peaks[0], "candidate_peak_bytes": peaks[1],
+            "parity": parity,
+        })  # fmt: skip
+    return {"rows": rows}
+
+
+def main() -> None:
+    """Do the task in the first argument and put its JSON on the last line of standard output."""
+    given = json.loads(sys.argv[1])
+    task = Task(**{**given, "seeds": tuple(given["seeds"])})
+    contract = read_contract(Path(task.directory))
+    if contract.num_threads:
+        torch.set_num_threads(contract.num_threads)
+    result = check(task, contract) if task.phase == "gate" else measure(task, contract)
+    json.dump(result, sys.stdout)
+    sys.stdout.flush()
+
+
+def _arms(directory: Path, contract: Contract) -> tuple[Build, Build]:
+    assert contract.baseline is not None
+    assert contract.candidate is not None
+    return load_entry(directory, contract.baseline), load_entry(directory, contract.candidate)
+
+
+def _output(build: Build, case: Case) -> Callable[[], Tensor]:
+    action = build(case)
+    return lambda: _joined(action())
+
+
+def _joined(output: Output) -> Tensor:
+    return output if isinstance(output, Tensor) else torch.cat([part.reshape(-1) for part in output])
+
+
+def _parity(baseline: Callable[[], Output], candidate: Callable[[], Output], contract: Contract) -> str:
+    """Compare the very arms that were timed, after the timing."""
+    metrics = gate_metrics(contract.gate.kind, _joined(candidate()), _joined(baseline()))
+    return "; ".join(refusals(metrics, contract.gate.limits)) or "pass"
+
+
+def _peak_bytes(build: Build, case: Case) -> int:
+    """Return how far memory grew above what was held before ``build`` built its arm and the arm ran once."""
+    if torch.device(case.device).type != "cuda":
+        with memory_ledger() as ledger:
+            build(case)()
+        return ledger.report.peak_bytes.get("cpu", 0)
+    torch.cuda.synchronize(case.device)
+    torch.cuda.reset_peak_memory_stats(case.device)
+    held = torch.cuda.memory_allocated(case.device)
+    build(case)()
+    torch.cuda.synchronize(case.device)
+    return torch.cuda.max_memory_allocated(case.device) - held
+
+
+if __name__ == "__main__":
+    main()

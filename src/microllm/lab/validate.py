@@ -1,0 +1,154 @@
+"""Are the lab's records whole: every file fits its schema, every digest recomputes, every verdict follows.
+
+Place: ``lab validate`` (schemas and relations; one table, no code for any single experiment) and ``lab verify``
+(receipts and verdicts recomputed; with ``env`` also what has changed since on this machine). Changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from microllm.errors import EvidenceError
+from microllm.evidence.calibration import parse_calibration
+from microllm.evidence.environment import capture_environment, environment_drift
+from microllm.evidence.journal import canonical_json, finite_json, read_lines
+from microllm.evidence.receipt import parse_receipt, verify_chain
+from microllm.evidence.rows import parse_row as parse_benchmark_row
+from microllm.lab.contract import load_entry, read_contract
+from microllm.lab.experiment import experiment_directories
+from microllm.lab.judgement import baseline_judgement, judge_sessions, read_judgement
+from microllm.lab.record import Records, parse_row
+
+LINE_SCHEMAS: dict[str, Callable[[str], object]] = {
+    "experiments/*/rows.jsonl": parse_row,
+    "experiments/*/receipts.jsonl": parse_receipt,
+    "rows/*.jsonl": parse_benchmark_row,
+    "calibrations.jsonl": parse_calibration,
+}
+"""Which reader each line of which file must get past."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidateConfig:
+    """Where the records lie."""
+
+    root: Path = Path("lab")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyConfig:
+    """Where the records lie, and whether to list what has drifted on this machine."""
+
+    root: Path = Path("lab")
+    env: bool = False
+
+
+def validate(config: ValidateConfig) -> list[str]:
+    """Return one sentence for each record that does not fit its schema or its neighbours; empty if all do."""
+    problems = []
+    for pattern, parse in LINE_SCHEMAS.items():
+        for path in sorted(config.root.glob(pattern)):
+            if path.read_bytes()[-1:] not in (b"", b"\n"):
+                problems.append(f"{path}: its last line is torn")
+            for number, line in enumerate(read_lines(path), 1):
+                try:
+                    parse(line)
+                except EvidenceError as error:
+                    problems.append(f"{path}:{number}: {_first_lines(error)}")
+    numbers: dict[str, Path] = {}
+    for directory in sorted(path for path in (config.root / "experiments").glob("*") if path.is_dir()):
+        problems += [f"{directory}: {text}" for text in _relations(directory)]
+        if directory.name[:3] in numbers:
+            problems.append(f"{directory}: its number is also that of {numbers[directory.name[:3]].name}")
+        numbers[directory.name[:3]] = directory
+    return problems
+
+
+def _relations(directory: Path) -> Iterator[str]:
+    try:
+        contract = read_contract(directory)
+        if contract.id != directory.name:
+            yield f"its contract is that of {contract.id!r}"
+        for entry in (contract.baseline, contract.candidate, contract.broken):
+            if entry:
+                load_entry(directory, entry)
+        for session in Records(directory).sessions():
+            for row in session.rows:
+                if row.started < contract.created:
+                    yield f"session {session.number} has a number from before the contract"
+                if row.workload not in contract.track.workloads:
+                    yield f"session {session.number} has workload {row.workload!r}, which the contract lacks"
+    except EvidenceError as error:
+        yield _first_lines(error)
+
+
+def verify(config: VerifyConfig) -> list[str]:
+    """Return one sentence for each receipt, row or verdict that does not recompute; empty if all do.
+
+    With ``env`` the drift of the environment follows, each sentence beginning with "drift".
+    """
+    problems = []
+    for directory in experiment_directories(config.root):
+        problems += [f"{directory}: {text}" for text in _recompute(directory)]
+        if config.env:
+            problems += [f"drift: {directory.name}: {text}" for text in _drift(directory)]
+    for path in sorted((config.root / "rows").glob("*.jsonl")):
+        for number, line in enumerate(read_lines(path), 1):
+            try:
+                parse_benchmark_row(line)
+            except EvidenceError as error:
+                problems.append(f"{path}:{number}: {_first_lines(error)}")
+    return problems
+
+
+def _recompute(directory: Path) -> Iterator[str]:
+    records, found = Records(directory), read_judgement(directory)
+    broken = verify_chain(read_lines(records.receipts_path), records.genesis)
+    yield from broken
+    if broken:
+        return
+    try:
+        if left := records.uncovered():
+            yield f"{len(left)} rows are in no receipt (a run was killed, or they were added by hand); run it again"
+        contract = read_contract(directory)
+        judgement = (
+            baseline_judgement(records) if contract.kind == "baseline" else judge_sessions(contract, records.sessions())
+        )
+    except EvidenceError as error:
+        yield _first_lines(error)
+        return
+    sealed = records.receipts("verdict")
+    if found is None:
+        if sealed or records.receipts("session"):
+            yield "it was run but has no verdict.json; run: microllm lab judge"
+        return
+    body = finite_json(judgement.to_json())
+    assert isinstance(body, dict)
+    if not sealed or found.get("receipt") != sealed[-1].digest:
+        yield "verdict.json does not cite the last verdict's receipt"
+    if {name: value for name, value in found.items() if name != "receipt"} != body:
+        yield "verdict.json is not what the rows give"
+    if sealed and sealed[-1].body != body:
+        yield "the last verdict's receipt is not what the rows give"
+    if (directory / "verdict.json").read_bytes() != (canonical_json(found) + "\n").encode():
+        yield "verdict.json is not the canonical text"
+
+
+def _drift(directory: Path) -> Iterator[str]:
+    sessions = Records(directory).receipts("session")
+    if not sessions:
+        return
+    recorded = sessions[-1].environment
+    try:
+        now = capture_environment(recorded.device, repository=directory)
+    except (RuntimeError, AssertionError) as error:
+        yield f"device {recorded.device!r} is not on this machine ({str(error).splitlines()[0]})"
+        return
+    yield from environment_drift(recorded, now)
+
+
+def _first_lines(error: Exception) -> str:
+    return " ".join(json.dumps(str(error))[1:-1].replace("\\n", " ").split())[:400]
