@@ -26,6 +26,7 @@ _FORWARD = ("input", "output")
 class Gate(Record):
     """Fixed limits, for a candidate in the reference's own precision; a pair passes within both.
 
+    ``relative_l2`` bounds an activation's error as a whole and in the mean over its rows (tokens).
     A pair that differs by no more than ``negligible_abs`` passes whatever its relative error: for tensors that are
     zero but for rounding (the gradient of a K bias).
 
@@ -47,7 +48,9 @@ class Gate(Record):
 class TripleRule(Record):
     """Limit from a triple: err(candidate, R32) ≤ factor · err(R low, R32) + floor, err being relative L2.
 
-    Numbers: tensors under ``small_numel`` elements get ``small_factor``: few rounding errors do not average out
+    Numbers: of activations err is the mean over rows (tokens): where a first token is a thousand times the others'
+        size, the error of the whole tensor is one rounding's luck and hides the others. Tensors under
+        ``small_numel`` elements get ``small_factor``: few rounding errors do not average out
     """
 
     factor: float = 1.5
@@ -243,19 +246,25 @@ def _judge(
     limit_l2, limit_abs = gate.relative_l2, gate.max_abs
     if low is not None:
         own = _error(low, reference)
-        limit_l2, limit_abs = rule.limit(own.relative_l2, own.numel), math.inf
-    within = error.relative_l2 <= limit_l2 and error.max_abs <= limit_abs
+        limit_l2, limit_abs = rule.limit(_judged(own, reference), own.numel), math.inf
+    judged = _judged(error, reference) if low is not None else max(_judged(error, reference), error.relative_l2)
+    within = judged <= limit_l2 and error.max_abs <= limit_abs
     if error.special_mismatches:
         status = "non_finite"
         detail = f"{error.special_mismatches} elements differ in being finite, first {error.first_special_index}"
     else:
         status = "pass" if within or error.max_abs <= gate.negligible_abs else "numeric_mismatch"
         detail = (
-            f"relative L2 {error.relative_l2:.2e} (limit {limit_l2:.2e}), "
+            f"relative L2 {judged:.2e} (limit {limit_l2:.2e}), "
             f"max abs {error.max_abs:.2e} (limit {limit_abs:.2e}) at {error.worst_index}"
         )
     found = {"error": error, "reference_error": own, "relative_l2_limit": limit_l2, "max_abs_limit": limit_abs}
     return _row(reference, status, detail).model_copy(update=found)
+
+
+def _judged(error: ErrorStatistics, record: TensorRecord) -> float:
+    """Return the error that is held against the limit: activations by row, so that each token counts alike."""
+    return error.row_relative_l2 if record.kind in _FORWARD else error.relative_l2
 
 
 def _obstacle(record: TensorRecord, reference: TensorRecord, *, allow_truncated: bool) -> tuple[Status, str] | None:

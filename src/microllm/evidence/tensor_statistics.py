@@ -52,12 +52,15 @@ class ErrorStatistics(Record):
     Numbers: fp64. ``p999_abs`` is the element of rank ceil(0.999 n) of the absolute differences, exactly.
         ``cosine_deficit`` is 1 − cos, computed without cancellation. ``signed_bias`` is the mean of
         (candidate − reference) over the reference's RMS: a systematic error that norms hide.
+        ``row_relative_l2`` is the mean over rows (the last axis) of each row's relative L2: every token counts
+        alike, where ``relative_l2`` sees only the token whose activations are a thousand times the others'.
         ``special_mismatches`` counts positions where one side is NaN or infinite and the other is not the same.
     """
 
     numel: int
     max_abs: float
     relative_l2: float
+    row_relative_l2: float
     p999_abs: float
     cosine_deficit: float
     signed_bias: float
@@ -105,7 +108,9 @@ def tensor_statistics(tensor: Tensor) -> TensorStatistics:
 class _Sums:
     """Running sums over pieces of a pair; the largest 0.1 % of the differences are kept for the percentile."""
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, width: int) -> None:
+        self.width = width
+        self.rows: list[tuple[Tensor, Tensor]] = []
         self.tail_size = numel - math.ceil(0.999 * numel) + 1
         self.count = self.non_finite = self.mismatches = self.seen = 0
         self.difference_sum = self.difference_squares = 0.0
@@ -129,6 +134,8 @@ class _Sums:
         self.candidate_squares += c.square().sum().item()
         self.reference_squares += r.square().sum().item()
         self.gap += (difference * (c + r)).sum().item()  # |c|² − |r|² without cancellation
+        if self.width:
+            self.rows.append((difference.view(-1, self.width).norm(dim=1), r.view(-1, self.width).norm(dim=1)))
         size = difference.abs_()
         at = int(size.argmax())
         if size[at].item() > self.worst and bool(finite[at]):
@@ -136,6 +143,12 @@ class _Sums:
         both = torch.cat([self.tail, size[finite]])
         self.tail = both.topk(min(self.tail_size, both.numel())).values
         self.seen += c.numel()
+
+    def row_relative_l2(self) -> float:
+        """Return the mean over rows of |c−r| / |r|; a row of zeros counts against the RMS row."""
+        error, size = (torch.cat(parts) for parts in zip(*self.rows, strict=True))
+        size = torch.where(size > 0, size, size.square().mean().sqrt())
+        return torch.where(error > 0, error / size, error).mean().item()
 
     def cosine_deficit(self) -> float:
         """1 − cos = (|c−r|² − (|c|−|r|)²) / (2 |c| |r|)."""
@@ -156,7 +169,8 @@ def error_statistics(candidate: Tensor, reference: Tensor) -> ErrorStatistics:
             f"got shapes {tuple(candidate.shape)} and {tuple(reference.shape)}; need equal ones; "
             "compare what ran on the same tokens"
         )
-    sums = _Sums(reference.numel())
+    width = reference.shape[-1] if reference.ndim > 1 and reference.numel() and reference.shape[-1] <= CHUNK else 0
+    sums = _Sums(reference.numel(), width)
     for c, r in zip(chunks(candidate.detach()), chunks(reference.detach()), strict=True):
         sums.add(c.cpu().double(), r.cpu().double())
     count, shape = sums.count, tuple(reference.shape)
@@ -168,6 +182,7 @@ def error_statistics(candidate: Tensor, reference: Tensor) -> ErrorStatistics:
         numel=reference.numel(),
         max_abs=max(sums.worst, 0.0),
         relative_l2=_ratio(error, size),
+        row_relative_l2=sums.row_relative_l2() if width else _ratio(error, size),
         p999_abs=sums.tail[rank - 1].item() if count else 0.0,
         cosine_deficit=sums.cosine_deficit(),
         signed_bias=math.copysign(_ratio(abs(mean), rms), mean),
