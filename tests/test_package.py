@@ -45,6 +45,14 @@ from microllm import ModelConfig
 size: str = ModelConfig.num_parameters
 """
 
+# A module that is None in sys.modules cannot be imported.
+WITHOUT = """
+import sys
+sys.modules[sys.argv[1]] = None
+from microllm.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a command that knows nothing of this checkout."""
@@ -96,14 +104,38 @@ def test_wheel_holds_types_tables_and_licence(wheel: Path):
     assert on_disk == {name for name in names if name.endswith(".py")}
 
 
-def test_consumer_runs_outside_the_checkout(python: Path, tmp_path: Path):
-    assert len([line for line in CONSUMER.splitlines() if line]) <= 20
-    (tmp_path / "consumer.py").write_text(CONSUMER)
-    done = run(python, "consumer.py", "model", cwd=tmp_path)
+@pytest.fixture(scope="module")
+def consumed(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Run the consumer; return the folder where it left ``model``, and what it printed."""
+    folder = tmp_path_factory.mktemp("consumer")
+    (folder / "consumer.py").write_text(CONSUMER)
+    done = run(python, "consumer.py", "model", cwd=folder)
     assert done.returncode == 0, done.stderr
-    file, reason, *token_ids = done.stdout.split()
+    return folder, done.stdout
+
+
+def test_consumer_runs_outside_the_checkout(python: Path, consumed: tuple[Path, str]):
+    assert len([line for line in CONSUMER.splitlines() if line]) <= 20
+    file, reason, *token_ids = consumed[1].split()
     assert Path(file).is_relative_to(python.parents[1]), f"ran {file}, not the wheel's copy"
     assert (reason, len(token_ids)) == ("length", 5)
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "arguments"),
+    [
+        ("transformers", "hf", ("align", "--model", "model", "--quick")),
+        ("matplotlib", "plot", ("align", "--model", "model", "--quick", "--output", "report")),
+    ],
+)
+def test_missing_extra_is_named(
+    package: str, extra: str, arguments: tuple[str, ...], python: Path, consumed: tuple[Path, str]
+):
+    done = run(python, "-c", WITHOUT, package, *arguments, cwd=consumed[0])
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"got no package '{package}'" in done.stderr
+    assert f"pip install 'microllm[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_consumer_type_checks_against_the_wheel(python: Path, tmp_path: Path):
