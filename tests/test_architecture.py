@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -98,22 +99,23 @@ MAX_FUNCTION_LINES = 50  # from `def` to the last line, docstring included
 MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 
 # Lines of code (not blank, comment or docstring) that each room may grow to; they add up to the package's.
+# evidence, io and lab are whole and have no slack: what one of them gains, it takes from itself or from a room to come.
 PACKAGE_BUDGET = 12_000
 ROOM_BUDGET: dict[str, int] = {
-    "errors": 70,
-    "config": 230,
-    "evidence": 900,
-    "ops": 2100,
-    "io": 1700,
-    "sampling": 450,
-    "step": 650,
-    "model": 400,
-    "structures": 1300,
-    "inference": 950,
-    "training": 1200,
-    "serving": 600,
-    "lab": 850,
-    "cli": 580,
+    "errors": 25,
+    "config": 175,
+    "evidence": 2200,
+    "ops": 1500,
+    "io": 2400,
+    "sampling": 340,
+    "step": 400,
+    "model": 230,
+    "structures": 800,
+    "inference": 680,
+    "training": 650,
+    "serving": 300,
+    "lab": 1800,
+    "cli": 480,
     "__init__": 15,
     "__main__": 5,
 }
@@ -599,3 +601,19 @@ def test_what_the_rules_leave_alone(check: Check, name: str, text: str, tmp_path
     path.parent.mkdir(parents=True)
     path.write_text(text)
     assert not list(check(read_package(tmp_path)))
+
+
+def test_contributing_recipes_are_six_lines_and_name_what_exists():
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    sections = text.split("\n## ")[1:]
+    assert (
+        [len(re.findall(r"^\d\. ", section, flags=re.MULTILINE)) for section in sections] == [6] * len(sections) != []
+    )
+    paths = re.findall(r"`((?:src|tests|tools|docs|examples)/[\w/.-]+)`", text)
+    missing = [path for path in paths if "NAME" not in path and not (REPOSITORY / path).exists()]
+    assert paths
+    assert not missing
+    code = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    for name in ("Family", "_block_shapes", "CONTRACT", "_ROWS", "CONTRACTS", "require"):
+        assert f"`{name}`" in text or f".{name}`" in text
+        assert re.search(rf"\b{name}\b", code), f"CONTRIBUTING names {name}, which is gone"

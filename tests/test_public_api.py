@@ -44,9 +44,7 @@ print(time.perf_counter() - start)
 
 def run_fresh(code: str, *arguments: str) -> str:
     """Run ``code`` in a new interpreter and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
