@@ -1,0 +1,37 @@
+"""The same loop on a GPU: every kind of request, and the tokens that the CPU gives in fp32."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from microllm import LLM, SamplingParams
+from microllm.inference.llm import choose_device
+
+KINDS = [
+    SamplingParams(temperature=0, max_tokens=20, min_tokens=20, logprobs=2, prompt_logprobs=2),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=20, n=2, repetition_penalty=1.2, frequency_penalty=0.5),
+    SamplingParams(temperature=0.9, top_k=30, top_p=0.9, min_p=0.01, seed=6, max_tokens=9, logit_bias={70: 3.0}),
+]
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_tokens_of_the_cpu(llm, prompts):
+    assert choose_device("auto").type == "cuda"
+    on_gpu = LLM(copy.deepcopy(llm.model).to("cuda"), llm.tokenizer)
+    for params in KINDS:
+        expected, got = llm.generate(prompts, params), on_gpu.generate(prompts, params)
+        assert [c.token_ids for c in got] == [c.token_ids for c in expected]
+    assert on_gpu.score("the cat").sum_logprob == pytest.approx(llm.score("the cat").sum_logprob, abs=1e-3)
+    assert on_gpu.logits("the cat").device.type == "cuda"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_repeats_itself_and_streams(llm, dtype):
+    half = LLM(copy.deepcopy(llm.model).to("cuda", dtype), llm.tokenizer)
+    params = replace(KINDS[1], n=1)
+    assert half.generate("the cat", params).token_ids == half.generate("the cat", params).token_ids
+    pieces = list(half.stream("the cat", params))
+    assert tuple(t for p in pieces for t in p.token_ids) == half.generate("the cat", params).token_ids
