@@ -169,8 +169,8 @@ class LLM:
     ) -> Completion | CompletionStream:
         """Return the answer to a conversation, put through the model's chat template.
 
-        Messages look like {"role": "user", "content": "Hello"}. For tools or a template's own variables, pass the ids of
-        ``tokenizer.encode_chat`` to ``generate``.
+        Messages look like {"role": "user", "content": "Hello"}. For tools or a template's own variables, pass the ids
+        that ``tokenizer.encode_chat`` gives to ``generate``.
 
         Raises:
             TextError: the model has no chat template, or it refuses the messages.
