@@ -123,7 +123,7 @@ def test_llama3_from_gguf_equals_the_directory(llama31_directory: Path, llama31:
 
 
 def small_gguf(**changes: object) -> Metadata:
-    """Single letters, two merges, a control token; a byte without a token (the tab) and one row of padding."""
+    """Single letters, two merges, a control token, one row of padding; most bytes have no token."""
     metadata: Metadata = {
         "model": "gpt2",
         "pre": "gpt-2",
@@ -139,7 +139,7 @@ def small_gguf(**changes: object) -> Metadata:
 def test_small_gguf():
     tokenizer = tokenizer_from_gguf(small_gguf())
     assert tokenizer.encode("ababa b<|end|><tool>") == [2, 4, 3, 1, 5, 7]
-    assert tokenizer.encode("a\tb") == [0, 1]  # dropped after merging, as llama.cpp does: not [2]
+    assert tokenizer.encode("aéb") == [0, 1]  # a letter without tokens drops out after merging: not [2]
     assert tokenizer.num_tokens == 7
     assert tokenizer.known_ids_mask(10).tolist() == [True] * 6 + [False, True, False, False]
     assert tokenizer.decode([4, 6, 5, 7]) == "aba<tool>"
@@ -147,6 +147,12 @@ def test_small_gguf():
     both = tokenizer_from_gguf(small_gguf(add_bos_token=True, bos_token_id=7, add_eos_token=True, token_type=None))
     assert both.encode("ab") == [7, 2, 5]
     assert both.encode("ab", add_special_tokens=False) == [2]
+
+
+def test_llama3_takes_whole_words_before_merging():
+    tokens = ["a", "b", "ab", "Ġ", "bb", "<|end|>", "[PAD6]", "<tool>"]  # no merge makes "bb"
+    assert tokenizer_from_gguf(small_gguf(tokens=tokens, merges=["a b"])).encode("bb") == [1, 1]
+    assert tokenizer_from_gguf(small_gguf(tokens=tokens, merges=["a b"], pre="llama-bpe")).encode("bb") == [4]
 
 
 def test_gguf_names_several_templates():

@@ -63,9 +63,7 @@ class ByteTextStream:
 
     def flush(self) -> str:
         """Return U+FFFD for a character cut off by the end, else nothing, and start afresh."""
-        rest = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return rest
+        return self._utf8.decode(b"", final=True)
 
 
 class PieceTextStream:
