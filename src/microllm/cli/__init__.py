@@ -14,25 +14,31 @@ from typing import Any
 
 import tyro
 
-from microllm.cli.align import Align
-from microllm.cli.bench import Bench
-from microllm.cli.chat import Chat
-from microllm.cli.doctor import Doctor
-from microllm.cli.generate import Generate
-from microllm.cli.inspect import Inspect
-from microllm.cli.pull import Pull
 from microllm.errors import MicroLLMError
 
-COMMANDS: dict[str, Any] = {
-    "generate": Generate,
-    "chat": Chat,
-    "inspect": Inspect,
-    "align": Align,
-    "doctor": Doctor,
-    "pull": Pull,
-    "bench": Bench,
-}
-"""Each subcommand's name and the dataclass whose fields are its flags."""
+COMMANDS = ("generate", "chat", "inspect", "align", "doctor", "pull", "bench", "lab")
+
+
+def command_class(name: str) -> Any:  # noqa: ANN401 - dataclasses with nothing in common but run()
+    """Return the dataclass behind a subcommand; only its own file is imported, so that each starts fast."""
+    match name:
+        case "generate":
+            from microllm.cli.generate import Generate as command
+        case "chat":
+            from microllm.cli.chat import Chat as command
+        case "inspect":
+            from microllm.cli.inspect import Inspect as command
+        case "align":
+            from microllm.cli.align import Align as command
+        case "doctor":
+            from microllm.cli.doctor import Doctor as command
+        case "pull":
+            from microllm.cli.pull import Pull as command
+        case "bench":
+            from microllm.cli.bench import Bench as command
+        case _:
+            from microllm.cli.lab import Lab as command
+    return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, args: list[str]) -> int:
     command = tyro.cli(
-        COMMANDS[name],
+        command_class(name),
         prog=f"microllm {name}",
         args=args,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
@@ -74,5 +80,5 @@ def _run(name: str, args: list[str]) -> int:
 
 def _overview() -> str:
     lines = ["Run, serve, train and speed up small language models, with the evidence for every number.", ""]
-    lines += [f"  microllm {name:<9} {command.__doc__.splitlines()[0]}" for name, command in COMMANDS.items()]
+    lines += [f"  microllm {name:<9} {command_class(name).__doc__.splitlines()[0]}" for name in COMMANDS]
     return "\n".join([*lines, "", "microllm COMMAND --help lists a command's options."])

@@ -1,10 +1,37 @@
 """``microllm align``: our model beside its Hugging Face twin on the same tokens."""
+
 from __future__ import annotations
-from dataclasses import dataclass
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from microllm.lab.align import AlignConfig
+
+
 @dataclass(frozen=True, kw_only=True)
 class Align:
-    """Compare."""
-    model: str = "demo"
+    """Compare every layer, the logits and greedy tokens with transformers; exit 1 past the gate."""
+
+    config: AlignConfig = field(default_factory=AlignConfig)
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print the whole report as one JSON object instead of the verdict."""
+
     def run(self) -> int:
-        """Run."""
-        return 0
+        """Print the verdict; 0 when everything is within its limit."""
+        from microllm.lab.align import run_align
+
+        report = run_align(self.config)
+        if self.as_json:
+            print(report.model_dump_json())
+            return 0 if report.passed else 1
+        for run in report.runs:
+            for row in run.comparison.layers() if not self.config.quick else ():
+                error, limit = row.error, row.relative_l2_limit
+                shown = "-" if error is None else f"{error.row_relative_l2:.2e}"
+                print(f"{run.dtype} {run.mode:<8} {row.site:<12} {row.status:<17} error {shown} (limit {limit:.2e})")
+        print(report.verdict)
+        if self.config.output is not None:
+            print(f"report: {self.config.output}")
+        return 0 if report.passed else 1

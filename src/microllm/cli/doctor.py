@@ -30,7 +30,7 @@ class Doctor:
             return 0
         table = Table("", "what", "state", "remedy", box=None)
         for f in findings:
-            mark = "[green]✓[/]" if f.usable else "[yellow]–[/]"
+            mark = "[green]✓[/]" if f.usable else "[yellow]-[/]"
             table.add_row(mark, f.what, f.state, escape(f.remedy))
         Console().print(table)
         return 0

@@ -41,7 +41,8 @@ def _show(found: Inspection) -> None:
     table.add_row("model", f"{found.name} ({found.kind})")
     if found.config is not None:
         for name, value in asdict(found.config).items():
-            table.add_row(name, ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value))
+            parts = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else [str(value)]
+            table.add_row(name, ", ".join(parts))
         table.add_row("parameters", f"{found.num_parameters:,} in {found.num_tensors} stored tensors")
         for dtype, num_bytes in found.bytes_by_dtype.items():
             table.add_row(f"stored as {dtype}", f"{num_bytes:,} bytes")

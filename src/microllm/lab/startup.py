@@ -10,6 +10,9 @@ import time
 from dataclasses import dataclass
 
 from microllm.errors import ConfigError, UnavailableError
+from microllm.evidence.environment import capture_environment
+from microllm.evidence.rows import Row, environment_fields
+from microllm.inference.llm import choose_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,7 @@ class StartupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Startup:
-    """What was measured.
+    """What was measured; the row's limit is the time that ``import torch`` alone takes.
 
     Units:   seconds from process start; bytes of resident memory at the peak of the process
     """
@@ -37,6 +40,8 @@ class Startup:
     total_s: tuple[float, ...]
     peak_bytes: int
     import_torch_s: float
+    answer: str
+    row: Row
 
     @property
     def median_first_token_s(self) -> float:
@@ -55,25 +60,37 @@ def measure_startup(config: StartupConfig) -> Startup:
         "--max-tokens", "8", "--temperature", "0", "--device", config.device,
     ]  # fmt: skip
     runs = [_run_once(command) for _ in range(config.repeats + 1)][1:]
+    import_torch_s = min(_import_torch_s() for _ in range(3))
+    times, totals, peaks, answers = zip(*runs, strict=True)
+    equal = len(set(answers)) == 1
+    environment = capture_environment(choose_device(config.device).type)
+    row = Row.model_validate({
+        **environment_fields(environment), "target": "C4" if environment.device == "cpu" else "S3",
+        "workload": f"process start to first token, {config.model}, {config.repeats} fresh processes, warm disk cache",
+        "dtype": "auto", "unit": "s", "ours": statistics.median(times) if equal else None, "limit": import_torch_s,
+        "peak_bytes": max(peaks), "parity": "pass" if equal else "the processes gave different greedy answers",
+    })  # fmt: skip
+    return Startup(
+        first_token_s=times, total_s=totals, peak_bytes=max(peaks), import_torch_s=import_torch_s,
+        answer=answers[0], row=row,
+    )  # fmt: skip
+
+
+def _import_torch_s() -> float:
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    return Startup(
-        first_token_s=tuple(run[0] for run in runs),
-        total_s=tuple(run[1] for run in runs),
-        peak_bytes=max(run[2] for run in runs),
-        import_torch_s=time.perf_counter() - started,
-    )
+    return time.perf_counter() - started
 
 
-def _run_once(command: list[str]) -> tuple[float, float, int]:
-    """Return seconds to the first byte of output, seconds to the end, and peak resident bytes."""
+def _run_once(command: list[str]) -> tuple[float, float, int, str]:
+    """Return seconds to the first byte of output, seconds to the end, peak resident bytes, and the output."""
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         first = process.stdout.read(1)
         first_s = time.perf_counter() - started
-        process.stdout.read()
+        answer = (first + process.stdout.read()).decode(errors="replace")
         complaint = process.stderr.read().decode(errors="replace")
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -82,4 +99,4 @@ def _run_once(command: list[str]) -> tuple[float, float, int]:
             f"got exit status {process.returncode} from {' '.join(command[1:])}; need an answer; "
             f"its last words: {complaint[-500:].strip()}"
         )
-    return first_s, time.perf_counter() - started, usage.ru_maxrss * 1024
+    return first_s, time.perf_counter() - started, usage.ru_maxrss * 1024, answer
