@@ -49,8 +49,8 @@ LOGITS_GATE = 2e-4
 """Largest absolute difference of fp32 logits that passes, up to 512 tokens."""
 SITE_GATE = Gate(relative_l2=1e-5)
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_DEFAULT_TOKENS = 64
-_FEW_TOKENS = 64  # under this the errors of a free run do not average out: the triple's factor for few elements
+_DEFAULT_TOKENS = 128
+_FEW_TOKENS = 128  # under this the errors of a free run do not average out: the triple's factor for few elements
 _QUICK_TOKENS, _QUICK_GREEDY = 32, 8
 
 
@@ -59,7 +59,7 @@ class AlignConfig:
     """What to compare and how.
 
     ``tokens`` go before ``text``; with neither, a built-in passage is tokenised. ``num_tokens`` takes the first of
-    them (all that are given; 64 of the passage). ``perturb`` names one of our matrices ("layers.7.mlp.up_proj") of
+    them (all that are given; 128 of the passage). ``perturb`` names one of our matrices ("layers.7.mlp.up_proj") of
     which one weight is changed in memory, which must be found. ``quick``: fp32, free run, 32 tokens, 8 greedy.
 
     Units:   ``epsilon`` in logits: in bf16 another token is accepted where fp32's top-2 margin is smaller
@@ -217,11 +217,12 @@ class _Work:
     def _record_reference(self, model: Transformer) -> None:
         _require_matched(model, self.twin, torch.float32)
         self.num_layers = model.config.num_hidden_layers
-        needed, most = self.ids_BT.shape[1] + self._num_greedy, model.config.max_position_embeddings
-        if needed > most or int(self.ids_BT.max()) >= model.config.vocab_size or int(self.ids_BT.min()) < 0:
+        num_tokens, most = self.ids_BT.shape[1] + self._num_greedy, model.config.max_position_embeddings
+        low, high = int(self.ids_BT.min()), int(self.ids_BT.max())
+        if num_tokens > most or low < 0 or high >= model.config.vocab_size or self._num_greedy < 1:
             raise EvidenceError(
-                f"got {self.ids_BT.shape[1]} tokens up to id {int(self.ids_BT.max())} and {self._num_greedy} greedy "
-                f"ones; need at most {most} (the model's context) of ids under {model.config.vocab_size}"
+                f"got {self.ids_BT.shape[1]} tokens of ids {low} to {high} and {self._num_greedy} greedy ones; "
+                f"need at most {most} in all (the model's context), ids under {model.config.vocab_size}, one greedy"
             )
         ours, theirs = ({site_name(name) for name, _ in m.named_modules()} for m in (model, self.twin))
         self._shared = ours & theirs
@@ -278,9 +279,9 @@ def _token_ids(config: AlignConfig, source: ModelSource) -> list[int]:
         text = config.text
         if text is None:
             text = json.loads(Path(__file__).with_name("align_text.json").read_text(encoding="utf-8"))["text"]
-            wanted = wanted or _DEFAULT_TOKENS
+            wanted = _DEFAULT_TOKENS if wanted is None else wanted
         ids = load_tokenizer(source).encode(text)
-    wanted = wanted or len(ids)
+    wanted = len(ids) if wanted is None else wanted
     if config.quick:
         wanted = min(wanted, _QUICK_TOKENS)
     if not 1 <= wanted <= len(ids):
