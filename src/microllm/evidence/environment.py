@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -49,27 +50,16 @@ def capture_environment(
 ) -> Environment:
     """Return the environment of this process for work on ``device`` ("cpu", "cuda" or "cuda:N")."""
     commit, dirty = read_commit(repository or Path.cwd())
-    uuid, driver = "", ""
-    if torch.device(device).type == "cuda":
-        uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-        driver = _driver_version()
+    cuda = torch.device(device).type == "cuda"
     return Environment(
-        device=device,
-        device_name=read_device_name(device),
-        device_uuid=uuid,
-        driver=driver,
-        num_cpus=os.cpu_count() or 1,
-        num_threads=torch.get_num_threads(),
-        platform=platform.platform(),
-        python=platform.python_version(),
-        torch=str(torch.__version__),
-        cuda=str(torch.version.cuda or ""),
-        packages=_package_versions(),
-        commit=commit,
-        dirty=dirty,
-        seed=seed,
+        device=device, device_name=read_device_name(device),
+        device_uuid=str(torch.cuda.get_device_properties(device).uuid) if cuda else "",
+        driver=_driver_version() if cuda else "",
+        num_cpus=os.cpu_count() or 1, num_threads=torch.get_num_threads(), platform=platform.platform(),
+        python=platform.python_version(), torch=str(torch.__version__), cuda=str(torch.version.cuda or ""),
+        packages=_package_versions(), commit=commit, dirty=dirty, seed=seed,
         command=command_line() if command is None else command,
-    )
+    )  # fmt: skip
 
 
 def environment_drift(recorded: Environment, now: Environment) -> tuple[str, ...]:
@@ -89,13 +79,8 @@ def read_device_name(device: str) -> str:
     """Return the product name of ``device``; tracks and calibrations are keyed by it."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()} ({os.cpu_count()} cores)"
-    except OSError:
-        pass
-    return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
+    found = _search("/proc/cpuinfo", r"model name\s*: (.+)") or platform.processor() or platform.machine()
+    return f"{found} ({os.cpu_count()} cores)"
 
 
 def command_line() -> tuple[str, ...]:
@@ -111,11 +96,15 @@ def read_commit(repository: Path) -> tuple[str, bool]:
 
 
 def _driver_version() -> str:
-    path = Path("/proc/driver/nvidia/version")
-    if not path.exists():
+    return _search("/proc/driver/nvidia/version", r" (\d+\.[\d.]+) ")
+
+
+def _search(path: str, pattern: str) -> str:
+    try:
+        match = re.search(pattern, Path(path).read_text(encoding="utf-8"))
+    except OSError:
         return ""
-    words = path.read_text(encoding="utf-8").splitlines()[0].split()
-    return next((word for word in words if word[0].isdigit() and "." in word), "")
+    return match[1].strip() if match else ""
 
 
 def _package_versions() -> dict[str, str]:

@@ -13,7 +13,6 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
@@ -27,7 +26,6 @@ class GpuState:
     """One look at a GPU through NVML."""
 
     sm_mhz: int
-    memory_mhz: int
     power_w: float
     temperature_c: int
     throttle: tuple[str, ...]
@@ -57,57 +55,46 @@ class CpuMeter:
         self._start = self._read()
 
     @staticmethod
-    def _read() -> tuple[float, float, float] | None:
+    def _read() -> tuple[float, float] | None:
+        """Return the time and the processor seconds that others have used so far."""
         try:
             words = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
         except OSError:
             return None
         user, nice, system, _, _, irq, softirq, steal = (int(word) for word in words[:8])
         busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-        return time.perf_counter(), busy, time.process_time()
+        return time.perf_counter(), busy - time.process_time()
 
     def foreign_cpus(self) -> float | None:
         """Return the mean number of cores that were busy with other processes' work."""
-        now = self._read()
-        if now is None or self._start is None or now[0] <= self._start[0]:
-            return None
-        wall, busy, own = (now[i] - self._start[i] for i in range(3))
-        return max(0.0, busy - own) / wall
+        start, now = self._start, self._read()
+        return None if start is None or now is None else max(0.0, now[1] - start[1]) / (now[0] - start[0] + 1e-9)
 
 
 class GpuMeter:
     """Reads one GPU's clocks, power and throttle reasons; ``read`` returns None where NVML does not answer."""
 
     def __init__(self, device: str) -> None:
-        self._nvml: ModuleType | None = None
-        self.note = ""
-        if torch.device(device).type != "cuda":
-            return
-        try:
-            nvml = importlib.import_module("pynvml")
-        except ImportError:
-            self.note = "NVML not read: pip install 'microllm[gpu]' brings it"
-            return
-        try:
-            nvml.nvmlInit()
-            uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
-            self._handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
-            self._nvml = nvml
-        except nvml.NVMLError as error:
-            self.note = f"NVML not read: {error}"
+        self.note, self._nvml, self._device = "", None, device
+        if torch.device(device).type == "cuda":
+            try:
+                self._nvml = importlib.import_module("pynvml")
+            except ImportError:
+                self.note = "NVML not read: pip install 'microllm[gpu]' brings it"
 
     def read(self) -> GpuState | None:
         """Return the GPU's state now."""
         nvml = self._nvml
         if nvml is None:
             return None
-        handle = self._handle
         try:
+            nvml.nvmlInit()
+            uuid = str(torch.cuda.get_device_properties(self._device).uuid).removeprefix("GPU-")
+            handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
             reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
             pids = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
             return GpuState(
                 sm_mhz=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-                memory_mhz=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
                 power_w=nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
                 temperature_c=nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
                 throttle=tuple(name for name, bit in {**SPOILING, **ALLOWED}.items() if reasons & bit),
@@ -126,25 +113,14 @@ def foreign_pids(pids: set[int], own: int) -> tuple[int, ...]:
 
 def check_machine(device: str, *, watch_s: float = 0.3) -> Preflight:
     """Look at the machine for ``watch_s`` seconds while this process is idle."""
-    meter = CpuMeter()
+    meter, gpu_meter = CpuMeter(), GpuMeter(device)
     time.sleep(watch_s)
-    foreign = meter.foreign_cpus()
-    gpu_meter = GpuMeter(device)
-    gpu = gpu_meter.read()
-    on_cpu = torch.device(device).type == "cpu"
-    problems = [*cpu_problems(foreign)] if on_cpu else [*gpu_problems(gpu)]
-    notes = [gpu_meter.note] if gpu_meter.note else []
-    if on_cpu and foreign is None:
-        notes.append("the system does not say how busy its cores are")
+    foreign, gpu = meter.foreign_cpus(), gpu_meter.read()
     return Preflight(
-        device=device,
-        load_average=os.getloadavg()[0],
-        num_cpus=os.cpu_count() or 1,
-        foreign_cpus=foreign,
-        gpu=gpu,
-        problems=tuple(problems),
-        notes=tuple(notes),
-    )
+        device=device, load_average=os.getloadavg()[0], num_cpus=os.cpu_count() or 1, foreign_cpus=foreign, gpu=gpu,
+        problems=cpu_problems(foreign) if torch.device(device).type == "cpu" else gpu_problems(gpu),
+        notes=(gpu_meter.note,) if gpu_meter.note else (),
+    )  # fmt: skip
 
 
 def cpu_problems(foreign_cpus: float | None) -> tuple[str, ...]:

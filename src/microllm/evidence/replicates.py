@@ -23,45 +23,31 @@ class Replicate:
     """
 
     command: tuple[str, ...]
-    returncode: int | None
     seconds: float
     result: dict[str, Any] | None
-    error: str
-
-    @property
-    def crashed(self) -> bool:
-        """Return whether the process gave no result."""
-        return self.result is None
-
-
-def run_replicate(arguments: Sequence[str], *, timeout_s: float = 900.0) -> Replicate:
-    """Run ``python *arguments`` to its end and read the JSON object in its last line of output."""
-    command = (sys.executable, *arguments)
-    started = time.monotonic()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-        returncode, output, errors = done.returncode, done.stdout, done.stderr
-    except subprocess.TimeoutExpired:
-        returncode, output, errors = None, "", f"no answer after {timeout_s} s"
-    result, error = None, ""
-    if returncode == 0:
-        try:
-            result = json.loads(output.strip().splitlines()[-1])
-        except (IndexError, ValueError):
-            error = f"its last line of output is not JSON: {output[-300:]!r}"
-        if result is not None and not isinstance(result, dict):
-            result, error = None, f"its last line of output is no JSON object: {output[-300:]!r}"
-    else:
-        error = f"exit code {returncode}: {errors[-2000:]}"
-    return Replicate(
-        command=command,
-        returncode=returncode,
-        seconds=time.monotonic() - started,
-        result=result,
-        error=error,
-    )
+    error: str = ""
 
 
 def run_replicates(arguments: Sequence[Sequence[str]], *, timeout_s: float = 900.0) -> list[Replicate]:
-    """Run one process after another, one for each list of arguments to Python."""
+    """Run one process after another, each to its end, one for each list of arguments to Python."""
     return [run_replicate(each, timeout_s=timeout_s) for each in arguments]
+
+
+def run_replicate(arguments: Sequence[str], *, timeout_s: float = 900.0) -> Replicate:
+    """Run ``python *arguments`` and read the JSON object in its last line of output."""
+    command, started = (sys.executable, *arguments), time.monotonic()
+    result, error, output = None, "", ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        output = done.stdout
+        if done.returncode:
+            error = f"exit code {done.returncode}: {done.stderr[-2000:]}"
+        else:
+            result = json.loads(output.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        error = f"no answer after {timeout_s} s"
+    except (IndexError, ValueError):
+        error = f"its last line of output is not JSON: {output[-300:]!r}"
+    if not error and not isinstance(result, dict):
+        result, error = None, "its last line of output is no JSON object"
+    return Replicate(command=command, seconds=time.monotonic() - started, result=result, error=error)

@@ -10,15 +10,13 @@ Sources: Bulej et al., ICPE 2020 (paired measurement on shared machines).
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
 import torch
 
@@ -29,7 +27,6 @@ from microllm.evidence.statistics import summarise
 FULL_ROUND_S = 0.5
 QUICK_ROUND_S = 0.02
 MAX_DROPPED = 0.2  # share of pairs
-Arm = Literal["A", "B"]
 Action = Callable[[], object]
 
 _host_ns = time.perf_counter_ns  # bound here: a timed callable that patches time changes nothing
@@ -51,15 +48,13 @@ class TimingConfig:
     quick: bool = False
 
     def __post_init__(self) -> None:
+        shortest = QUICK_ROUND_S if self.quick else FULL_ROUND_S
         if self.pairs < 2 or self.pairs % 2 or self.control_pairs < 0 or self.control_pairs % 2:
             raise EvidenceError(
-                f"got {self.pairs} pairs, {self.control_pairs} control pairs; need even numbers, at least 2 pairs"
+                f"got {self.pairs} pairs and {self.control_pairs} of control; need even numbers, 2 or more"
             )
-        shortest = QUICK_ROUND_S if self.quick else FULL_ROUND_S
         if not self.round_s >= shortest:
-            raise EvidenceError(
-                f"got rounds of {self.round_s} s; need at least {shortest} s{'' if self.quick else ' (or quick=True)'}"
-            )
+            raise EvidenceError(f"got rounds of {self.round_s} s; need at least {shortest} s (quick mode: 0.02 s)")
 
 
 QUICK = TimingConfig(control_pairs=2, round_s=QUICK_ROUND_S, warmup_s=0.1, quick=True)
@@ -72,11 +67,10 @@ class Round:
     Units:   seconds for all repetitions; ``second_s`` is CUDA events, or the raw monotonic clock on a CPU
     """
 
-    arm: Arm
+    arm: str
     repetitions: int
     host_s: float
     second_s: float
-    cpu_s: float
     sm_mhz: int | None = None
     throttle: tuple[str, ...] = ()
 
@@ -137,7 +131,7 @@ class PairedTiming:
         """Return the one-sided 97.5 % lower bound of the ratio from this one process's pairs (quick mode's)."""
         return math.exp(float(summarise(self.pairs).lower)) if len(self.pairs) > 1 else math.nan
 
-    def seconds(self, arm: Arm) -> float:
+    def seconds(self, arm: str) -> float:
         """Return the median seconds of one call of ``arm``."""
         return median(r.host_s / r.repetitions for r in self.rounds if r.arm == arm)
 
@@ -145,13 +139,11 @@ class PairedTiming:
     def problems(self) -> tuple[str, ...]:
         """Return why this timing may not be believed, in words; empty if it may."""
         found = list(cpu_problems(self.foreign_cpus)) if torch.device(self.device).type == "cpu" else []
-        for name, rounds, kept in (
-            ("pairs", self.rounds, self.pairs),
-            ("control pairs", self.control_rounds, self.control),
-        ):
-            total = len(rounds) // 2
-            if total and total - len(kept) > MAX_DROPPED * total:
-                found.append(f"{total - len(kept)} of {total} {name} dropped: clocks apart, throttled or too short")
+        kinds = (("pairs", self.rounds, self.pairs), ("control pairs", self.control_rounds, self.control))
+        for name, rounds, kept in kinds:
+            total, dropped = len(rounds) // 2, len(rounds) // 2 - len(kept)
+            if dropped > MAX_DROPPED * total:
+                found.append(f"{dropped} of {total} {name} dropped: clocks apart, throttled or too short")
         return tuple(found)
 
 
@@ -160,50 +152,32 @@ class RoundClock:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        self._gpu = GpuMeter(device)
+        self.gpu = GpuMeter(device)
 
-    @property
-    def note(self) -> str:
-        """Return why no telemetry was read, if so."""
-        return self._gpu.note
-
-    def time(self, action: Action, repetitions: int, arm: Arm = "A") -> Round:
+    def time(self, action: Action, repetitions: int, arm: str = "A") -> Round:
         """Call ``action`` ``repetitions`` times and return the round; synchronises at both ends only."""
-        cpu = time.process_time()
-        host_s, second_s = (self._on_cuda if self.device.type == "cuda" else self._on_host)(action, repetitions)
-        cpu = time.process_time() - cpu
-        state = self._gpu.read()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.device.type == "cuda" else []
+        self.synchronize()
+        raw, host = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW), _host_ns()
+        for event in events[:1]:
+            event.record()
+        for _ in range(repetitions):
+            action()
+        for event in events[1:]:
+            event.record()
+        self.synchronize()
+        host, raw = _host_ns() - host, time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW) - raw
+        second_s = events[0].elapsed_time(events[1]) / 1e3 if events else raw / 1e9
+        state = self.gpu.read()
+        sm_mhz, throttle = (state.sm_mhz, state.throttle) if state else (None, ())
         return Round(
-            arm=arm,
-            repetitions=repetitions,
-            host_s=host_s,
-            second_s=second_s,
-            cpu_s=cpu,
-            sm_mhz=state.sm_mhz if state else None,
-            throttle=state.throttle if state else (),
-        )
+            arm=arm, repetitions=repetitions, host_s=host / 1e9, second_s=second_s, sm_mhz=sm_mhz, throttle=throttle
+        )  # fmt: skip
 
-    @staticmethod
-    def _on_host(action: Action, repetitions: int) -> tuple[float, float]:
-        raw = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
-        start = _host_ns()
-        for _ in range(repetitions):
-            action()
-        end = _host_ns()
-        raw = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW) - raw
-        return (end - start) / 1e9, raw / 1e9
-
-    def _on_cuda(self, action: Action, repetitions: int) -> tuple[float, float]:
-        begin, finish = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(self.device)
-        start = _host_ns()
-        begin.record()
-        for _ in range(repetitions):
-            action()
-        finish.record()
-        torch.cuda.synchronize(self.device)
-        end = _host_ns()
-        return (end - start) / 1e9, begin.elapsed_time(finish) / 1e3
+    def synchronize(self) -> None:
+        """Wait for the device, if there is one to wait for."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def calibrate(self, actions: Sequence[Action], round_s: float) -> int:
         """Return how many calls of the quickest of ``actions`` fill ``round_s`` with a tenth to spare."""
@@ -211,25 +185,21 @@ class RoundClock:
         for action in actions:
             repetitions = 1
             while (took := self.time(action, repetitions).host_s) < round_s / 10:
-                repetitions = min(repetitions * 10, math.ceil(repetitions * 1.2 * round_s / 10 / max(took, 1e-9)))
-            again = self.time(action, repetitions).host_s
-            quickest = min(quickest, took / repetitions, again / repetitions)
+                repetitions = min(repetitions * 10, math.ceil(repetitions * 0.12 * round_s / max(took, 1e-9)))
+            took = min(took, self.time(action, repetitions).host_s)
+            quickest = min(quickest, took / repetitions)
         return math.ceil(1.1 * round_s / quickest)
 
-    def run(self, arms: dict[Arm, Action], order: str, repetitions: int, round_s: float) -> tuple[Round, ...]:
-        """Time the rounds of ``order``; starts over with more repetitions if a round turns out too short."""
-        rounds: tuple[Round, ...] = ()
-        for _ in range(4):
-            rounds = ()
-            for arm in order:
-                key: Arm = "A" if arm == "A" else "B"
-                rounds += (self.time(arms[key], repetitions, key),)
-                if rounds[-1].host_s < round_s:
-                    repetitions = math.ceil(repetitions * 1.2 * round_s / rounds[-1].host_s)
-                    break
-            else:
-                break
-        return rounds if len(rounds) % 2 == 0 else rounds[:-1]
+    def run(self, arms: dict[str, Action], order: str, repetitions: int, round_s: float) -> tuple[Round, ...]:
+        """Time the rounds of ``order``; one that turns out too short is timed again, with more repetitions."""
+        rounds = []
+        for arm in order:
+            done = self.time(arms[arm], repetitions, arm)
+            if done.host_s < round_s:
+                repetitions = math.ceil(repetitions * 1.2 * round_s / done.host_s)
+                done = self.time(arms[arm], repetitions, arm)
+            rounds.append(done)
+        return tuple(rounds)
 
 
 def draw_order(pairs: int, seed: int) -> str:
@@ -251,42 +221,28 @@ def time_pairs(
     ``control`` is a second build of the baseline for the A/A control; without it the baseline is its own.
     Both arms do the same work for each call; they are warmed together and called without arguments.
     """
-    config = config or TimingConfig()
-    clock = RoundClock(device)
-    twin = control or baseline
-    with _garbage_paused():
-        started = time.monotonic()
-        while True:
-            for action in (baseline, candidate, twin):
-                action()
-            if clock.device.type == "cuda":
-                torch.cuda.synchronize(clock.device)
-            if time.monotonic() - started >= config.warmup_s:
-                break
-        repetitions = clock.calibrate((baseline, candidate), config.round_s)
-        meter = CpuMeter()
-        control_order = draw_order(config.control_pairs, config.seed + 1)
-        control_rounds = clock.run({"A": baseline, "B": twin}, control_order, repetitions, config.round_s)
-        order = draw_order(config.pairs, config.seed)
-        rounds = clock.run({"A": baseline, "B": candidate}, order, repetitions, config.round_s)
-        foreign = meter.foreign_cpus()
-    return PairedTiming(
-        device=device,
-        config=config,
-        rounds=rounds,
-        control_rounds=control_rounds,
-        foreign_cpus=foreign,
-        notes=(clock.note,) if clock.note else (),
-    )
-
-
-@contextlib.contextmanager
-def _garbage_paused() -> Iterator[None]:
+    config, clock, twin = config or TimingConfig(), RoundClock(device), control or baseline
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        yield
+        started = time.monotonic()
+        while True:
+            for action in (baseline, candidate, twin):
+                action()
+            clock.synchronize()
+            if time.monotonic() - started >= config.warmup_s:
+                break
+        repetitions = clock.calibrate((baseline, candidate), config.round_s)
+        meter = CpuMeter()
+        order = draw_order(config.control_pairs, config.seed + 1)
+        control_rounds = clock.run({"A": baseline, "B": twin}, order, repetitions, config.round_s)
+        order = draw_order(config.pairs, config.seed)
+        rounds = clock.run({"A": baseline, "B": candidate}, order, repetitions, config.round_s)
     finally:
         if was_enabled:
             gc.enable()
+    return PairedTiming(
+        device=device, config=config, rounds=rounds, control_rounds=control_rounds, foreign_cpus=meter.foreign_cpus(),
+        notes=(clock.gpu.note,) if clock.gpu.note else (),
+    )  # fmt: skip

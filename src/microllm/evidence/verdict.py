@@ -101,10 +101,14 @@ def judge(measured: Measured, rule: Rule | None = None) -> Verdict:
     rule = rule or Rule()
     if measured.crash:
         return Verdict(status="crash", reasons=(measured.crash,))
-    if invalid := (*measured.invalid, *_faults(measured, rule)):
-        return Verdict(status="invalid", reasons=invalid, num_processes=len(measured.medians))
-    if len(measured.medians) < 2:
-        return Verdict(status="inconclusive", reasons=(_FEW.format(len(measured.medians), rule.min_processes),))
+    count = len(measured.medians)
+    faults = _faults(measured, rule)
+    if faults or (measured.invalid and not measured.quick):
+        return Verdict(status="invalid", reasons=(*faults, *measured.invalid), num_processes=count)
+    if count < 2 or measured.quick:
+        reasons = (_QUICK,) * measured.quick + (_FEW.format(count, rule.min_processes),) + tuple(measured.invalid)
+        effect = float(np.median(measured.medians)) if count else None
+        return Verdict(status="inconclusive", reasons=reasons, num_processes=count, effect=effect)
     target = summarise(measured.medians)
     blocked = _why_never_decided(measured, rule)
     regressed, undecided = _guards(measured.guards, rule)
@@ -148,6 +152,7 @@ def confirm(first: Verdict, second: Verdict, gap_s: float) -> Verdict:
     return replace(second, reasons=(reason, *second.reasons), confirmed=twice)
 
 
+_QUICK = "quick mode screens; it decides nothing"
 _FEW = "{} processes; need {} for a verdict: fewer only screen"
 
 
@@ -168,8 +173,6 @@ def _faults(measured: Measured, rule: Rule) -> tuple[str, ...]:
 
 def _why_never_decided(measured: Measured, rule: Rule) -> tuple[str, ...]:
     found = []
-    if measured.quick:
-        found.append("quick mode screens; it decides nothing")
     if len(measured.medians) < rule.min_processes:
         found.append(_FEW.format(len(measured.medians), rule.min_processes))
     if measured.process_sd is None:

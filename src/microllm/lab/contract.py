@@ -9,7 +9,7 @@ from __future__ import annotations
 import pkgutil
 import runpy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,7 +28,7 @@ Entry = Annotated[str, Field(pattern=r"^[\w./-]+:\w+$")]
 Output = Tensor | Sequence[Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """What an entry point is given: it builds its inputs from the seed and returns a callable without arguments."""
 
@@ -66,29 +66,11 @@ class Workload(Record):
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
 
 
-class Gate(Record):
-    """The correctness gate and its floors (the kind's own pass band if none are given)."""
-
-    kind: Kind = "values"
-    floors: dict[str, float] = Field(default_factory=dict)
-    num_seeds: Annotated[int, Field(ge=1)] = 3
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """Return the floors that refuse."""
-        return self.floors or {JUDGED[self.kind]: BANDS[JUDGED[self.kind]][0]}
-
-
-class MemoryTrade(Record):
-    """A rise in peak memory that is accepted beforehand, and why."""
-
-    max_ratio: Annotated[float, Field(gt=1.0)]
-    reason: Text
-
-
 class Contract(Record):
     """An experiment's promise. ``kind="baseline"`` starts a track from the peer ratios of ``score_targets``' rows.
 
+    ``gate`` and ``floors`` say what correctness is (no floors: the kind's own pass band); ``broken`` plants a fault.
+    ``memory_trade`` says why peak memory may rise to ``memory_limit`` of the baseline's.
     Units:   ``predicted_effect`` and ``min_effect`` in natural logarithms of the ratio of times (0.01 = 1 % faster)
     """
 
@@ -106,10 +88,13 @@ class Contract(Record):
     candidate: Entry | None = None
     broken: Entry | None = None
     workloads: tuple[Workload, ...]
-    gate: Gate = Gate()
+    gate: Kind = "values"
+    floors: dict[str, float] = Field(default_factory=dict)
+    num_gate_seeds: Annotated[int, Field(ge=1)] = 3
     min_effect: Annotated[float, Field(ge=0.003)] = 0.003
     adds_policy_code: bool = False
-    memory_trade: MemoryTrade | None = None
+    memory_limit: Annotated[float, Field(ge=1.01)] = 1.01
+    memory_trade: str = ""
     pairs: int = 8
     round_s: Annotated[float, Field(ge=FULL_ROUND_S)] = FULL_ROUND_S
     num_threads: int | None = None
@@ -122,23 +107,28 @@ class Contract(Record):
             raise EvidenceError(f"got workloads {names}, track {self.track.workloads}; need the same distinct names")
         if self.kind == "experiment" and not (self.baseline and self.candidate):
             raise EvidenceError("got an experiment without entry points; need baseline and candidate")
-        if self.adds_policy_code and self.min_effect < 0.01:
-            raise EvidenceError(f"got min_effect {self.min_effect}; need 0.01: a policy that adds code must gain 1 %")
+        if self.memory_limit > 1.01 and len(self.memory_trade) < 10:
+            raise EvidenceError(f"got a memory limit of {self.memory_limit}; need memory_trade to say what it buys")
         return self
 
     @property
+    def limits(self) -> dict[str, float]:
+        """Return the floors that the gate refuses by."""
+        return self.floors or {JUDGED[self.gate]: BANDS[JUDGED[self.gate]][0]}
+
+    @property
     def rule(self) -> Rule:
-        """Return the rule that this experiment is judged by."""
-        limit = self.memory_trade.max_ratio if self.memory_trade else Rule().memory_limit
-        return Rule(min_effect=self.min_effect, memory_limit=limit)
+        """Return the rule that this experiment is judged by; a policy that adds code must gain 1 %."""
+        min_effect = max(self.min_effect, 0.01) if self.adds_policy_code else self.min_effect
+        return Rule(min_effect=min_effect, memory_limit=self.memory_limit)
 
     def timing(self, seed: int, *, quick: bool) -> TimingConfig:
         """Return how each process times."""
-        if quick:
-            return TimingConfig(
-                quick=True, seed=seed, round_s=QUICK.round_s, warmup_s=QUICK.warmup_s, control_pairs=QUICK.control_pairs
-            )
-        return TimingConfig(pairs=self.pairs, round_s=self.round_s, seed=seed)
+        return replace(QUICK, seed=seed) if quick else TimingConfig(pairs=self.pairs, round_s=self.round_s, seed=seed)
+
+    def case(self, workload: Workload, seed: int) -> Case:
+        """Return what the entry points are given for a workload."""
+        return Case(workload.name, dict(workload.arguments), self.device, self.track.dtype, seed)
 
 
 def read_contract(directory: Path) -> Contract:

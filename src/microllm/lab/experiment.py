@@ -11,7 +11,7 @@ import json
 import math
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from microllm.evidence.replicates import Replicate, run_replicate
 from microllm.evidence.rows import latest_rows, read_rows
 from microllm.evidence.statistics import geometric_mean
 from microllm.evidence.verdict import CONFIRMATION_GAP_S
-from microllm.lab.contract import Contract, Gate, Track, Workload, read_contract
+from microllm.lab.contract import Contract, read_contract
 from microllm.lab.judgement import Judgement, judge_experiment, judge_sessions
 from microllm.lab.record import RawRow, Records, SessionBody
 from microllm.lab.replicate import Task
@@ -64,6 +64,8 @@ class NewConfig:
     gate: Kind = "values"
     floors: tuple[str, ...] = ()
     min_effect: float = 0.003
+    memory_limit: float = 1.01
+    memory_trade: str = ""
     adds_policy_code: bool = False
     num_threads: int | None = None
     score_targets: tuple[str, ...] = ()
@@ -109,35 +111,18 @@ def new_experiment(config: NewConfig) -> Path:
     """
     slug = re.sub(r"[^a-z0-9]+", "-", config.name.lower()).strip("-")
     number = max((int(path.name[:3]) for path in experiment_directories(config.root)), default=0) + 1
-    workloads = tuple(_named_json(text) for text in config.workloads)
+    workloads = [_named_json(text) for text in config.workloads]
+    track = {
+        "device_name": read_device_name(config.device), "dtype": config.dtype, "models": config.models,
+        "workloads": [name for name, _ in workloads], "peers": dict(map(_pair, config.peers)),
+    }  # fmt: skip
+    given = {name: value for name, value in asdict(config).items() if name in Contract.model_fields} | {
+        "id": f"{number:03d}-{slug}", "created": now_utc(), "commit": read_commit(config.root)[0], "track": track,
+        "workloads": [{"name": name, "arguments": arguments} for name, arguments in workloads],
+        "floors": dict(map(_pair, config.floors)),
+    }  # fmt: skip
     try:
-        contract = Contract(
-            id=f"{number:03d}-{slug}",
-            kind=config.kind,
-            created=now_utc(),
-            commit=read_commit(config.root)[0],
-            hypothesis=config.hypothesis,
-            refuted_if=config.refuted_if,
-            mechanism=config.mechanism,
-            predicted_effect=config.predicted_effect,
-            track=Track(
-                device_name=read_device_name(config.device),
-                dtype=config.dtype,
-                models=config.models,
-                workloads=tuple(name for name, _ in workloads),
-                peers=dict(_pair(text) for text in config.peers),
-            ),
-            device=config.device,
-            baseline=config.baseline,
-            candidate=config.candidate,
-            broken=config.broken,
-            workloads=tuple(Workload(name=name, arguments=arguments) for name, arguments in workloads),
-            gate=Gate(kind=config.gate, floors={name: float(x) for name, x in map(_pair, config.floors)}),
-            min_effect=0.01 if config.adds_policy_code else config.min_effect,
-            adds_policy_code=config.adds_policy_code,
-            num_threads=config.num_threads,
-            score_targets=config.score_targets,
-        )
+        contract = Contract.model_validate(given)
     except ValidationError as error:
         raise EvidenceError(f"got a contract that promises too little: {error}") from error
     directory = config.root / "experiments" / contract.id
@@ -157,17 +142,24 @@ def run_experiment(config: RunConfig) -> Judgement:
     contract, records = read_contract(directory), Records(directory)
     if contract.kind == "baseline":
         return _run_baseline(config.root, directory, contract)
-    before = judge_sessions(contract, records.sessions())
-    _check_may_run(before, quick=config.quick)
-    extending = bool(before.sessions) and before.sessions[-1].extend and not config.quick
-    body, environment = _check_correctness(config, directory, contract, records, extending=extending)
-    if body.crash or not body.gates_pass:
-        records.append_session(body, environment)
-        return judge_experiment(directory)
+    sessions = records.sessions()
+    judgement = judge_sessions(contract, sessions)
+    _check_may_run(judgement, quick=config.quick)
+    gate, environment = _check_correctness(contract, records)
+    last = max((receipt.body["session"] for receipt in records.receipts("session")), default=0)
+    begun = [s.number for s, verdict in zip(sessions, judgement.sessions, strict=True) if verdict.extend]
+    calibration = read_calibration(config.root / "calibrations.jsonl", environment)
+    reports = gate.result["reports"] if gate.result else {}
+    body = SessionBody(
+        session=begun[0] if begun and not config.quick else last + 1, quick=config.quick, gate=reports,
+        gates_pass=bool(reports) and all(each["passed"] for found in reports.values() for each in found),
+        process_sd=calibration.process_sd if calibration else None, crash=gate.error,
+    )  # fmt: skip
     rule = contract.rule
-    parts = [range(1)] if config.quick else [range(rule.min_processes), range(rule.min_processes, rule.max_processes)]
-    judgement = before
-    for processes in parts[1:] if extending else parts:
+    parts = [range(rule.min_processes), range(rule.min_processes, rule.max_processes)][len(begun[:1]) :]
+    if config.quick or not body.gates_pass:
+        parts = [range(int(body.gates_pass))]
+    for processes in parts:
         rows = _run_processes(records, contract, body.session, processes, config)
         records.append_session(body.model_copy(update={"rows": rows}), environment)
         judgement = judge_experiment(directory)
@@ -176,27 +168,21 @@ def run_experiment(config: RunConfig) -> Judgement:
     return judgement
 
 
-def _check_correctness(
-    config: RunConfig, directory: Path, contract: Contract, records: Records, *, extending: bool
-) -> tuple[SessionBody, Environment]:
-    """Run the gate in a process of its own and return the session's receipt without rows, and where it runs."""
-    seeds = tuple(secrets.randbelow(2**31) for _ in range(contract.gate.num_seeds))
-    gate = run_replicate(Task(phase="gate", directory=str(directory), seeds=seeds).arguments())
-    environment = _environment(gate, contract)
+def _check_correctness(contract: Contract, records: Records) -> tuple[Replicate, Environment]:
+    """Run the gate in a process of its own and return what it gave, and where it ran."""
+    seeds = tuple(secrets.randbelow(2**31) for _ in range(contract.num_gate_seeds))
+    gate = run_replicate(Task(phase="gate", directory=str(records.directory), seeds=seeds).arguments())
+    environment = capture_environment("cpu", repository=records.directory)
+    if gate.result is not None:
+        environment = Environment(**{**gate.result["environment"], "command": command_line()})
+        if environment.device_name != contract.track.device_name:
+            raise EvidenceError(
+                f"got device {environment.device_name!r}; the track's is {contract.track.device_name!r}; "
+                "need the same machine, or a new experiment for this one: curves of different tracks never mix"
+            )
     if abandoned := records.uncovered():
         records.append_session(SessionBody.interruption(tuple(abandoned)), environment)
-    reports: dict[str, list[dict[str, Any]]] = gate.result["reports"] if gate.result else {}
-    calibration = read_calibration(config.root / "calibrations.jsonl", environment)
-    last = max((receipt.body["session"] for receipt in records.receipts("session")), default=0)
-    body = SessionBody(
-        session=last if extending else last + 1,
-        quick=config.quick,
-        gate=reports,
-        gates_pass=bool(reports) and all(each["passed"] for found in reports.values() for each in found),
-        process_sd=calibration.process_sd if calibration else None,
-        crash=gate.error,
-    )
-    return body, environment
+    return gate, environment
 
 
 def _run_processes(
@@ -204,46 +190,27 @@ def _run_processes(
 ) -> tuple[str, ...]:
     digests = []
     for process in processes:
-        seed = secrets.randbelow(2**31)
-        task = Task(
-            phase="time", directory=str(records.directory), seeds=(seed,), quick=config.quick, wait_s=config.wait_s
-        )
-        started = now_utc()
+        seed, started, place = secrets.randbelow(2**31), now_utc(), str(records.directory)
+        task = Task(phase="time", directory=place, seeds=(seed,), quick=config.quick, wait_s=config.wait_s)
         done = run_replicate(task.arguments())
+        crash = {"workload": contract.workloads[0].name, "seed": seed, "started": started, "pid": 0}
+        found = done.result["rows"] if done.result else [{**crash, "status": "crash", "error": done.error}]
+        rows = [RawRow.model_validate({"session": session, "process": process, **each}) for each in found]
+        digests += [records.append_row(row) for row in rows]
         if done.result is None:
-            row = RawRow(session=session, process=process, workload=contract.workloads[0].name, seed=seed,
-                         started=started, pid=0, status="crash", error=done.error)  # fmt: skip
-            digests.append(records.append_row(row))
             break
-        for measured in done.result["rows"]:
-            row = RawRow.model_validate({"session": session, "process": process, **measured})
-            digests.append(records.append_row(row))
     return tuple(digests)
 
 
 def _check_may_run(judgement: Judgement, *, quick: bool) -> None:
     if judgement.final:
-        raise EvidenceError(
-            f"got an experiment whose verdict is final ({judgement.verdict.status}); need a new hypothesis; "
-            "run: microllm lab new"
-        )
+        status = judgement.verdict.status
+        raise EvidenceError(f"got an experiment whose verdict is final ({status}); need a new one: microllm lab new")
     if judgement.kept_at is not None and not quick:
         waited = (datetime.fromisoformat(now_utc()) - datetime.fromisoformat(judgement.kept_at)).total_seconds()
         if waited < CONFIRMATION_GAP_S:
             left = math.ceil((CONFIRMATION_GAP_S - waited) / 60)
             raise EvidenceError(f"got a keep to confirm too early; need another time; run again in {left} minutes")
-
-
-def _environment(gate: Replicate, contract: Contract) -> Environment:
-    if gate.result is None:
-        return capture_environment("cpu")
-    environment = Environment(**{**gate.result["environment"], "command": command_line()})
-    if environment.device_name != contract.track.device_name:
-        raise EvidenceError(
-            f"got device {environment.device_name!r}; the track's is {contract.track.device_name!r}; "
-            "need the same machine, or a new experiment for this one: curves of different tracks never mix"
-        )
-    return environment
 
 
 def _run_baseline(root: Path, directory: Path, contract: Contract) -> Judgement:
@@ -258,13 +225,11 @@ def _run_baseline(root: Path, directory: Path, contract: Contract) -> Judgement:
         raise EvidenceError(
             f"got no passing row against a peer for {sorted(missing)} on this track; run: microllm bench"
         )
-    score = geometric_mean(list(ratios.values())) if ratios else 1.0
-    environment = capture_environment("cpu", repository=directory)
+    body = {"score": geometric_mean(list(ratios.values())) if ratios else 1.0, "ratios": ratios}
     records = Records(directory)
     if not records.receipts("baseline"):
-        append_receipt(
-            records.receipts_path, "baseline", {"score": score, "ratios": ratios}, environment, genesis=records.genesis
-        )
+        environment = capture_environment("cpu", repository=directory)
+        append_receipt(records.receipts_path, "baseline", body, environment, genesis=records.genesis)
     return judge_experiment(directory)
 
 

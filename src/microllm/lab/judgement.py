@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from microllm.errors import EvidenceError
 from microllm.evidence.environment import capture_environment
 from microllm.evidence.journal import canonical_json, finite_json, write_atomic
 from microllm.evidence.receipt import append_receipt
@@ -33,46 +34,38 @@ class Judgement:
     kept_at: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``verdict.json`` holds."""
-        return {
-            "verdict": asdict(self.verdict),
-            "sessions": [asdict(each) for each in self.sessions],
-            "final": self.final,
-        }
+        """Return what ``verdict.json`` holds, as JSON data."""
+        body = finite_json({name: value for name, value in asdict(self).items() if name != "kept_at"})
+        assert isinstance(body, dict)
+        return body
 
 
 def measured(session: Session, contract: Contract) -> Measured:
     """Reduce a session's raw rows to what the rule reads."""
-    first = session.bodies[0]
+    first, target = session.bodies[0], contract.workloads[0].name
     medians: dict[str, list[float]] = {workload.name: [] for workload in contract.workloads}
     control: list[float] = []
     ratios: list[float | None] = []
-    invalid: dict[str, None] = {}  # an ordered set
-    crash = next((body.crash for body in session.bodies if body.crash), "")
+    problems: list[str] = []
+    crashes = [body.crash for body in session.bodies if body.crash]
     for row in session.rows:
-        if row.status == "crash" or row.timing is None:
-            crash = crash or f"process {row.process}: {row.error}"
+        if row.timing is None:
+            crashes.append(f"process {row.process}: {row.error}")
             continue
         medians[row.workload].append(row.timing.median)
-        if row.timing.control_rounds and row.workload == contract.workloads[0].name:
+        if row.workload == target and row.timing.control_rounds:
             control.append(row.timing.control_median)
         ratios.append(_peak_ratio(row))
-        problems = [*row.timing.problems, *(row.preflight.problems if row.preflight else ())]
-        problems += [] if row.parity == "pass" else [f"after the timing: {row.parity}"]
-        invalid.update(dict.fromkeys(f"process {row.process}, {row.workload}: {text}" for text in problems))
-    target = contract.workloads[0].name
+        found = {*row.timing.problems, *(row.preflight.problems if row.preflight else ())}
+        found |= set() if row.parity == "pass" else {f"after the timing: {row.parity}"}
+        problems += [f"process {row.process}, {row.workload}: {text}" for text in sorted(found)]
     known = [ratio for ratio in ratios if ratio is not None]
     return Measured(
-        medians=medians.pop(target),
-        control=control,
-        guards=medians,
+        medians=medians.pop(target), control=control, guards=medians,
         gates_pass=all(body.gates_pass for body in session.bodies),
         peak_ratio=max(known) if known and len(known) == len(ratios) else None,
-        process_sd=first.process_sd,
-        quick=first.quick,
-        crash=crash,
-        invalid=tuple(invalid),
-    )
+        process_sd=first.process_sd, quick=first.quick, crash="; ".join(crashes), invalid=tuple(problems),
+    )  # fmt: skip
 
 
 def judge_sessions(contract: Contract, sessions: Sequence[Session]) -> Judgement:
@@ -99,15 +92,20 @@ def judge_sessions(contract: Contract, sessions: Sequence[Session]) -> Judgement
     return Judgement(verdict=current, sessions=tuple(verdicts), final=False, kept_at=kept[1] if kept else None)
 
 
+def recompute(directory: Path) -> Judgement:
+    """Return the judgement that an experiment's records give; a baseline states a score and is compared to none."""
+    contract, records = read_contract(directory), Records(directory)
+    if contract.kind == "experiment":
+        return judge_sessions(contract, records.sessions())
+    ran = bool(records.receipts("baseline"))
+    verdict = Verdict(status="baseline", reasons=("a track's start" if ran else "nothing was run yet",))
+    return Judgement(verdict=verdict, sessions=(), final=ran)
+
+
 def judge_experiment(directory: Path) -> Judgement:
     """Compute the verdict of an experiment, write ``verdict.json`` and seal it with a receipt if it is new."""
-    contract, records = read_contract(directory), Records(directory)
-    if contract.kind == "baseline":
-        judgement = baseline_judgement(records)
-    else:
-        judgement = judge_sessions(contract, records.sessions())
-    body = finite_json(judgement.to_json())
-    assert isinstance(body, dict)
+    records, judgement = Records(directory), recompute(directory)
+    body = judgement.to_json()
     sealed = records.receipts("verdict")
     if not sealed or sealed[-1].body != body:
         environment = capture_environment("cpu", repository=directory)
@@ -116,17 +114,20 @@ def judge_experiment(directory: Path) -> Judgement:
     return judgement
 
 
-def baseline_judgement(records: Records) -> Judgement:
-    """Return the judgement on a baseline: it states a score and is not compared with anything."""
-    reason = "a track's start" if records.receipts("baseline") else "nothing was run yet"
-    verdict = Verdict(status="baseline", reasons=(reason,))
-    return Judgement(verdict=verdict, sessions=(), final=bool(records.receipts("baseline")))
-
-
 def read_judgement(directory: Path) -> dict[str, Any] | None:
-    """Return what ``verdict.json`` says, or None where there is none."""
+    """Return what ``verdict.json`` says, or None where there is none.
+
+    Raises:
+        EvidenceError: it is no JSON object.
+    """
     path = directory / "verdict.json"
-    return json.loads(path.read_bytes()) if path.exists() else None
+    try:
+        found = json.loads(path.read_bytes()) if path.exists() else None
+    except ValueError as error:
+        raise EvidenceError(f"{path}: {error}") from error
+    if not isinstance(found, dict | None):
+        raise EvidenceError(f"{path}: got no JSON object; need the verdict; run: microllm lab judge")
+    return found
 
 
 def _peak_ratio(row: RawRow) -> float | None:

@@ -6,12 +6,13 @@ of its output. Does not judge and writes no file.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,21 +52,16 @@ def check(task: Task, contract: Contract) -> dict[str, Any]:
     baseline, candidate = _arms(directory, contract)
     broken = load_entry(directory, contract.broken) if contract.broken else baseline
     reports: dict[str, list[dict[str, Any]]] = {}
-    for workload in contract.workloads:
-        for seed in task.seeds:
-            case = Case(workload=workload.name, arguments=workload.arguments, device=contract.device,
-                        dtype=contract.track.dtype, seed=seed)  # fmt: skip
-            # Without a planted break of its own, the experiment's is the right computation on the wrong input.
-            wrong = case if contract.broken else replace(case, seed=seed + 1)
-            report = run_gate(
-                contract.gate.kind,
-                host=_output(baseline, case),
-                candidate=_output(candidate, case),
-                broken=_output(broken, wrong),
-                floors=contract.gate.limits,
-            )
-            found = {**report.model_dump(mode="json"), "passed": report.passed, "reasons": list(report.reasons)}
-            reports.setdefault(workload.name, []).append(found)
+    for workload, seed in itertools.product(contract.workloads, task.seeds):
+        case = contract.case(workload, seed)
+        # Without a planted break of its own, the experiment's is the right computation on the wrong input.
+        wrong = case if contract.broken else contract.case(workload, seed + 1)
+        report = run_gate(
+            contract.gate, host=_output(baseline, case), candidate=_output(candidate, case),
+            broken=_output(broken, wrong), floors=contract.limits,
+        )  # fmt: skip
+        found = {**report.model_dump(mode="json"), "passed": report.passed, "reasons": list(report.reasons)}
+        reports.setdefault(workload.name, []).append(found)
     environment = capture_environment(contract.device, seed=task.seeds[0], repository=directory)
     return {"reports": reports, "environment": asdict(environment)}
 
@@ -74,27 +70,21 @@ def measure(task: Task, contract: Contract) -> dict[str, Any]:
     """Time candidate against baseline on every workload and return the raw rows."""
     baseline, candidate = _arms(Path(task.directory), contract)
     rows = []
-    for number, workload in enumerate(contract.workloads):
-        seed = task.seeds[0] + number
-        case = Case(workload=workload.name, arguments=workload.arguments, device=contract.device,
-                    dtype=contract.track.dtype, seed=seed)  # fmt: skip
-        started = now_utc()
+    for workload in contract.workloads:
+        case, started = contract.case(workload, task.seeds[0]), now_utc()
         arms = [build(case) for build in (baseline, candidate, baseline)]
-        preflight = check_machine(contract.device)
         deadline = time.monotonic() + task.wait_s
-        while preflight.problems and time.monotonic() < deadline:
+        while (preflight := check_machine(contract.device)).problems and time.monotonic() < deadline:
             time.sleep(2.0)
-            preflight = check_machine(contract.device)
-        timing = time_pairs(
-            arms[0], arms[1], control=arms[2], device=contract.device, config=contract.timing(seed, quick=task.quick)
-        )
-        parity = _parity(arms[0], arms[1], contract)
+        config = contract.timing(case.seed, quick=task.quick)
+        timing = time_pairs(arms[0], arms[1], control=arms[2], device=contract.device, config=config)
+        metrics = gate_metrics(contract.gate, _joined(arms[1]()), _joined(arms[0]()))
         del arms
-        peaks = [_peak_bytes(build, case) for build in (baseline, candidate)]
         rows.append({
-            "workload": workload.name, "seed": seed, "started": started, "pid": os.getpid(), "timing": asdict(timing),
-            "preflight": asdict(preflight), "baseline_peak_bytes": peaks[0], "candidate_peak_bytes": peaks[1],
-            "parity": parity,
+            "workload": workload.name, "seed": case.seed, "started": started, "pid": os.getpid(),
+            "timing": asdict(timing), "preflight": asdict(preflight),
+            "baseline_peak_bytes": _peak_bytes(baseline, case), "candidate_peak_bytes": _peak_bytes(candidate, case),
+            "parity": "; ".join(refusals(metrics, contract.limits)) or "pass",
         })  # fmt: skip
     return {"rows": rows}
 
@@ -124,12 +114,6 @@ def _output(build: Build, case: Case) -> Callable[[], Tensor]:
 
 def _joined(output: Output) -> Tensor:
     return output if isinstance(output, Tensor) else torch.cat([part.reshape(-1) for part in output])
-
-
-def _parity(baseline: Callable[[], Output], candidate: Callable[[], Output], contract: Contract) -> str:
-    """Compare the very arms that were timed, after the timing."""
-    metrics = gate_metrics(contract.gate.kind, _joined(candidate()), _joined(baseline()))
-    return "; ".join(refusals(metrics, contract.gate.limits)) or "pass"
 
 
 def _peak_bytes(build: Build, case: Case) -> int:

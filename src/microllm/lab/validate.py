@@ -6,7 +6,6 @@ Place: ``lab validate`` (schemas and relations; one table, no code for any singl
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,12 @@ from pathlib import Path
 from microllm.errors import EvidenceError
 from microllm.evidence.calibration import parse_calibration
 from microllm.evidence.environment import capture_environment, environment_drift
-from microllm.evidence.journal import canonical_json, finite_json, read_lines
+from microllm.evidence.journal import canonical_json, read_lines
 from microllm.evidence.receipt import parse_receipt, verify_chain
 from microllm.evidence.rows import parse_row as parse_benchmark_row
 from microllm.lab.contract import load_entry, read_contract
 from microllm.lab.experiment import experiment_directories
-from microllm.lab.judgement import baseline_judgement, judge_sessions, read_judgement
+from microllm.lab.judgement import read_judgement, recompute
 from microllm.lab.record import Records, parse_row
 
 LINE_SCHEMAS: dict[str, Callable[[str], object]] = {
@@ -53,11 +52,7 @@ def validate(config: ValidateConfig) -> list[str]:
         for path in sorted(config.root.glob(pattern)):
             if path.read_bytes()[-1:] not in (b"", b"\n"):
                 problems.append(f"{path}: its last line is torn")
-            for number, line in enumerate(read_lines(path), 1):
-                try:
-                    parse(line)
-                except EvidenceError as error:
-                    problems.append(f"{path}:{number}: {_first_lines(error)}")
+            problems += _bad_lines(path, parse)
     numbers: dict[str, Path] = {}
     for directory in sorted(path for path in (config.root / "experiments").glob("*") if path.is_dir()):
         problems += [f"{directory}: {text}" for text in _relations(directory)]
@@ -82,7 +77,7 @@ def _relations(directory: Path) -> Iterator[str]:
                 if row.workload not in contract.track.workloads:
                     yield f"session {session.number} has workload {row.workload!r}, which the contract lacks"
     except EvidenceError as error:
-        yield _first_lines(error)
+        yield _one_line(error)
 
 
 def verify(config: VerifyConfig) -> list[str]:
@@ -96,16 +91,12 @@ def verify(config: VerifyConfig) -> list[str]:
         if config.env:
             problems += [f"drift: {directory.name}: {text}" for text in _drift(directory)]
     for path in sorted((config.root / "rows").glob("*.jsonl")):
-        for number, line in enumerate(read_lines(path), 1):
-            try:
-                parse_benchmark_row(line)
-            except EvidenceError as error:
-                problems.append(f"{path}:{number}: {_first_lines(error)}")
+        problems += _bad_lines(path, parse_benchmark_row)
     return problems
 
 
 def _recompute(directory: Path) -> Iterator[str]:
-    records, found = Records(directory), read_judgement(directory)
+    records = Records(directory)
     broken = verify_chain(read_lines(records.receipts_path), records.genesis)
     yield from broken
     if broken:
@@ -113,42 +104,37 @@ def _recompute(directory: Path) -> Iterator[str]:
     try:
         if left := records.uncovered():
             yield f"{len(left)} rows are in no receipt (a run was killed, or they were added by hand); run it again"
-        contract = read_contract(directory)
-        judgement = (
-            baseline_judgement(records) if contract.kind == "baseline" else judge_sessions(contract, records.sessions())
-        )
+        found, body = read_judgement(directory), recompute(directory).to_json()
     except EvidenceError as error:
-        yield _first_lines(error)
+        yield _one_line(error)
         return
     sealed = records.receipts("verdict")
     if found is None:
-        if sealed or records.receipts("session"):
+        if records.receipts("session"):
             yield "it was run but has no verdict.json; run: microllm lab judge"
-        return
-    body = finite_json(judgement.to_json())
-    assert isinstance(body, dict)
-    if not sealed or found.get("receipt") != sealed[-1].digest:
-        yield "verdict.json does not cite the last verdict's receipt"
-    if {name: value for name, value in found.items() if name != "receipt"} != body:
-        yield "verdict.json is not what the rows give"
-    if sealed and sealed[-1].body != body:
+    elif not sealed or sealed[-1].body != body:
         yield "the last verdict's receipt is not what the rows give"
-    if (directory / "verdict.json").read_bytes() != (canonical_json(found) + "\n").encode():
-        yield "verdict.json is not the canonical text"
+    elif (directory / "verdict.json").read_text() != canonical_json({**body, "receipt": sealed[-1].digest}) + "\n":
+        yield "verdict.json is not what the rows give"
 
 
 def _drift(directory: Path) -> Iterator[str]:
-    sessions = Records(directory).receipts("session")
-    if not sessions:
-        return
-    recorded = sessions[-1].environment
-    try:
-        now = capture_environment(recorded.device, repository=directory)
-    except (RuntimeError, AssertionError) as error:
-        yield f"device {recorded.device!r} is not on this machine ({str(error).splitlines()[0]})"
-        return
-    yield from environment_drift(recorded, now)
+    for receipt in Records(directory).receipts("session")[-1:]:
+        try:
+            now = capture_environment(receipt.environment.device, repository=directory)
+        except (RuntimeError, AssertionError) as error:
+            yield f"device {receipt.environment.device!r} is not on this machine: {_one_line(error)}"
+        else:
+            yield from environment_drift(receipt.environment, now)
 
 
-def _first_lines(error: Exception) -> str:
-    return " ".join(json.dumps(str(error))[1:-1].replace("\\n", " ").split())[:400]
+def _bad_lines(path: Path, parse: Callable[[str], object]) -> Iterator[str]:
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            parse(line)
+        except EvidenceError as error:
+            yield f"{path}:{number}: {_one_line(error)}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]
