@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 import shutil
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from microllm.cli import main
 from microllm.errors import EvidenceError, MissingExtraError
 from microllm.evidence.calibration import Calibration, process_sd, read_calibration, write_calibration
 from microllm.evidence.environment import capture_environment
@@ -329,8 +332,7 @@ def test_one_byte_changed_anywhere_is_caught(name, root, environment):
     judge_experiment(directory)
     path = directory / name
     original = path.read_bytes()
-    positions = range(0, len(original), 1 if name == "verdict.json" else max(1, len(original) // 60))
-    for position in positions:
+    for position in range(0, len(original), max(1, len(original) // 60)):
         changed = bytearray(original)
         changed[position] ^= 1
         path.write_bytes(changed)
@@ -538,15 +540,21 @@ def test_without_matplotlib_the_extra_is_named(history, monkeypatch):
         render(RenderConfig(root=history))
 
 
-# ---- for real: the example of docs/lab.md, shortened
+# ---- for real: docs/lab.md, its screening run
 
 
-def test_the_documented_experiment_runs_from_contract_to_picture(root, environment):
-    directory = new(root)
-    judgement = run_experiment(RunConfig(id="001", quick=True, wait_s=0.0, root=root))
-    assert (judgement.verdict.status, judgement.final) == ("inconclusive", False)
-    assert judgement.verdict.reasons[0] == "quick mode screens; it decides nothing"
-    assert judgement.verdict.effect is not None
+def test_the_documented_experiment_runs_from_contract_to_picture(tmp_path, monkeypatch, capsys, environment):
+    monkeypatch.chdir(tmp_path)
+    page = (REPOSITORY / "docs" / "lab.md").read_text()
+    commands = [shlex.split(block.replace("\\\n", "")) for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL)]
+    made, screened, ran, confirmed = [each[1:] for each in commands if each[:2] == ["microllm", "lab"]][:4]
+    assert main(made) == 0
+    directory = Path(capsys.readouterr().out.strip())
+    (directory / "forms.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    assert screened == [*ran, "--quick"]
+    assert ran == confirmed
+    assert main([*screened, "--wait-s", "0"]) == 0
+    assert "inconclusive so far: quick mode screens; it decides nothing" in capsys.readouterr().out
     (session,) = Records(directory).sessions()
     assert [row.workload for row in session.rows] == ["one-row", "prompt"]
     assert all(row.parity == "pass" and row.timing and row.timing.config.quick for row in session.rows)
@@ -554,9 +562,9 @@ def test_the_documented_experiment_runs_from_contract_to_picture(root, environme
     (receipt,) = Records(directory).receipts("session")
     assert receipt.environment.device_name == environment.device_name
     assert receipt.environment.num_threads == 1
-    assert verify(VerifyConfig(root=root)) == []
-    assert validate(ValidateConfig(root=root)) == []
-    assert len(render(RenderConfig(root=root))) == 1
+    for command in ("render", "validate", "verify --env"):
+        assert main(["lab", *command.split()]) == 0
+    assert len(list(Path("lab").glob("staircase-*.png"))) == 1
 
 
 def test_another_machine_starts_another_track(root, monkeypatch):

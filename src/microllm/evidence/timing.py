@@ -160,11 +160,11 @@ class RoundClock:
         self.synchronize()
         raw, host = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW), _host_ns()
         for event in events[:1]:
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))
         for _ in range(repetitions):
             action()
         for event in events[1:]:
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))
         self.synchronize()
         host, raw = _host_ns() - host, time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW) - raw
         second_s = events[0].elapsed_time(events[1]) / 1e3 if events else raw / 1e9

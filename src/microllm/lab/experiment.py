@@ -42,47 +42,68 @@ from microllm.lab.replicate import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewConfig:
-    """What ``lab new`` needs to write a contract.
-
-    ``workloads`` and ``guards`` are "name" or "name={json arguments}"; ``peers`` "name=version"; ``floors`` "metric=x".
-    """
+    """What ``lab new`` needs to write a contract."""
 
     name: str
+    """A few words; the experiment's id is made of them and the next number."""
     hypothesis: str
+    """What is believed, and why, so that it can turn out wrong."""
     refuted_if: str
+    """Which outcome refutes it."""
     mechanism: str
+    """What makes it faster: fewer launches, fewer bytes, less waiting."""
     predicted_effect: float
+    """The predicted gain as the logarithm of the ratio of times: 0.01 for 1 %."""
     baseline: str | None = None
+    """Entry point "file.py:function" in the experiment's folder, or "package.module:function"."""
     candidate: str | None = None
+    """Entry point of the candidate."""
     broken: str | None = None
+    """Entry point with a fault planted, for the gate's negative control; else the baseline on another input."""
     kind: Literal["experiment", "baseline"] = "experiment"
+    """A baseline starts a track from recorded peer ratios and runs nothing."""
     device: str = "cpu"
+    """Where it runs: cpu, cuda or cuda:N."""
     dtype: str = "float32"
+    """Handed to the entry points, and part of the track."""
     workloads: tuple[str, ...] = ("default",)
+    """Each "name" or "name={json arguments}"; the first is the target, the others guard."""
     models: tuple[str, ...] = ()
+    """Models that the track is about."""
     peers: tuple[str, ...] = ()
+    """Each "name=version" of what the track compares with."""
     gate: Kind = "values"
+    """Judge correctness by value (cosine) or by what would be chosen (teacher-forced top-1 agreement)."""
     floors: tuple[str, ...] = ()
+    """Each "metric=limit" that refuses; without any, the pass band of the gate's kind."""
     min_effect: float = 0.003
+    """The least gain that is worth keeping, at least 0.003."""
     memory_limit: float = 1.01
+    """The most peak memory, as a ratio to the baseline's."""
     memory_trade: str = ""
+    """Why more memory is accepted, if the limit is above 1.01."""
     adds_policy_code: bool = False
+    """A model policy that adds code must gain 1 %."""
     num_threads: int | None = None
+    """Threads of torch on the CPU; None leaves its own choice."""
     score_targets: tuple[str, ...] = ()
+    """For a baseline: the targets whose latest rows give the peer ratios."""
     root: Path = Path("lab")
+    """Where the records lie."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """What ``lab run`` needs: which experiment, and whether to screen it only.
-
-    Units:   ``wait_s`` is how long each timing waits for a quiet machine
-    """
+    """What ``lab run`` needs."""
 
     id: str
+    """The experiment's id, number or name."""
     quick: bool = False
+    """Screen in one process with short rounds; decides nothing."""
     wait_s: float = 120.0
+    """Wait so many seconds for a quiet machine before each timing."""
     root: Path = Path("lab")
+    """Where the records lie."""
 
 
 def experiment_directories(root: Path) -> list[Path]:
