@@ -1,7 +1,7 @@
 """Record how well this machine can time: A/A sessions that must keep nothing, and planted slowdowns to be found.
 
-    python tools/calibrate_timing.py --device cpu                       ten A/A sessions, five planted; half an hour
-    python tools/calibrate_timing.py --device cuda --runs 3 --share     eight minutes
+    python tools/calibrate_timing.py --device cpu                               ten A/A sessions, five planted: 25 minutes
+    python tools/calibrate_timing.py --device cuda --runs 3 --share --pairs 6   the same with three A/A: 8 minutes
 
 A session is 6 fresh processes (12 where 6 leave it open); the workload is 100 equal matrix products, and a planted
 slowdown is one product more: 1 % more work. The record, one JSON line, holds the process SD that the lab's verdicts
@@ -49,15 +49,15 @@ def work_in_process(options: argparse.Namespace) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     config = QUICK if options.quick else TimingConfig(pairs=options.pairs, round_s=options.round_s)
+    config = replace(config, control_pairs=0)  # the sessions are the control
     found = []
     for kind, seed in json.loads(options.worker):
         deadline = time.monotonic() + options.wait_s
         while (preflight := check_machine(options.device)).problems and time.monotonic() < deadline:
             time.sleep(2.0)
-        arms = [build(options.device, units) for units in (UNITS, UNITS + (kind == "planted"), UNITS)]
-        timed = time_pairs(arms[0], arms[1], control=arms[2], device=options.device, config=replace(config, seed=seed))
-        problems = [*preflight.problems, *timed.problems]
-        found.append({"median": timed.median, "control": timed.control_median, "problems": problems})
+        arms = [build(options.device, units) for units in (UNITS, UNITS + (kind == "planted"))]
+        timed = time_pairs(arms[0], arms[1], device=options.device, config=replace(config, seed=seed))
+        found.append({"median": timed.median, "problems": [*preflight.problems, *timed.problems]})
     environment = asdict(capture_environment(options.device, command=()))
     print(json.dumps({"found": found, "environment": environment}))
 

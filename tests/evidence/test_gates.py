@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -12,16 +13,16 @@ from microllm.errors import EvidenceError
 from microllm.evidence.gates import (
     STRICT,
     band,
-    distribution_metrics,
     gate_metrics,
     refusals,
     run_gate,
     same_bits,
-    value_metrics,
 )
 
 torch.manual_seed(0)
 REFERENCE = torch.randn(40, 50)
+value_metrics = functools.partial(gate_metrics, "values")
+distribution_metrics = functools.partial(gate_metrics, "distribution")
 
 
 def rotated(cosine: float) -> torch.Tensor:
@@ -53,6 +54,7 @@ def test_values_by_hand():
     assert found.rms == pytest.approx(4 / math.sqrt(2))
     assert value_metrics(torch.zeros(3), torch.zeros(3)).cosine == 1.0
     assert value_metrics(torch.ones(3), torch.zeros(3)).cosine == 0.0
+    assert value_metrics(torch.tensor(2.0), torch.tensor(1.0)).num_rows == 1
 
 
 def test_distribution_by_hand():
@@ -202,7 +204,7 @@ def test_bits():
     [
         (torch.zeros(2, 3), torch.zeros(3, 2), "equal shapes"),
         (torch.zeros(0, 3), torch.zeros(0, 3), "equal shapes with elements"),
-        (torch.zeros(3), torch.zeros(3), r"need \(N, V\)"),
+        (torch.zeros(3), torch.zeros(3), r"logits \(N, V\)"),
     ],
 )
 def test_refuses_what_cannot_be_compared(candidate, reference, expected):

@@ -185,3 +185,12 @@ def test_a_replicate_that_hangs_is_ended():
     (done,) = run_replicates([("-c", "import time; time.sleep(60)")], timeout_s=0.5)
     assert done.result is None
     assert "no answer after 0.5 s" in done.error
+
+
+@pytest.mark.gpu
+def test_cuda_events_agree_with_the_host_clock():
+    left = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    timed = time_pairs(lambda: left @ left, lambda: left @ left, device="cuda", config=QUICK)
+    assert len(timed.pairs) == 8, [(r.host_s, r.second_s) for r in timed.rounds]
+    assert abs(timed.median) < 0.02
+    assert len(timed.control) == 2

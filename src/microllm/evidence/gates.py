@@ -76,57 +76,32 @@ class GateReport(Record):
         return tuple(found)
 
 
-def value_metrics(candidate: Tensor, reference: Tensor) -> Metrics:
-    """Compare two tensors of equal shape by value.
-
-    Raises:
-        EvidenceError: the shapes differ, or there is no element.
-    """
-    _check(candidate, reference)
-    error = error_statistics(candidate, reference)
-    broken = error.non_finite > 0 or error.special_mismatches > 0
-    return Metrics(
-        cosine=math.nan if broken else 1.0 - error.cosine_deficit,
-        max_abs=math.nan if broken else error.max_abs,
-        rms=_rms_difference(candidate, reference),
-        num_non_finite=error.non_finite,
-        num_rows=reference.shape[0] if reference.ndim else 1,
-    )
-
-
-def distribution_metrics(candidate_NV: Tensor, reference_NV: Tensor, targets_N: Tensor | None = None) -> Metrics:
-    """Compare teacher-forced logits of the same tokens; ``targets_N`` (the tokens that follow) give perplexity.
-
-    Shapes:  candidate and reference (N, V), targets (N,)
-
-    Raises:
-        EvidenceError: the shapes differ, are not (N, V), or there is no element.
-    """
-    _check(candidate_NV, reference_NV)
-    if reference_NV.ndim != 2 or (targets_N is not None and targets_N.shape != reference_NV.shape[:1]):
-        raise EvidenceError(f"got logits {tuple(reference_NV.shape)}; need (N, V), and N targets if any; reshape them")
-    values = value_metrics(candidate_NV, reference_NV)
-    broken = math.isnan(values.max_abs)
-    compared = None if broken else compare_logits(candidate_NV, reference_NV)
-    change = None
-    if targets_N is not None:
-        change = math.expm1(_mean_nll(candidate_NV, targets_N) - _mean_nll(reference_NV, targets_N))
-    return Metrics(
-        top1_agreement=compared.top1_agreement if compared else math.nan,
-        kl=compared.mean_kl if compared else math.nan,
-        perplexity_change=change,
-        max_abs=values.max_abs,
-        rms=values.rms,
-        num_non_finite=values.num_non_finite,
-        num_rows=values.num_rows,
-    )
-
-
 def gate_metrics(kind: Kind, candidate: Tensor, reference: Tensor, targets: Tensor | None = None) -> Metrics:
-    """Return the metrics that a gate of ``kind`` judges by."""
-    if kind == "values":
-        return value_metrics(candidate, reference)
-    return distribution_metrics(candidate, reference, targets)
+    """Return the metrics that a gate of ``kind`` judges by; ``targets`` (the tokens that follow) give perplexity.
+
+    Shapes:  values: any, equal; distribution: logits (N, V) of the same tokens, targets (N,)
+
+    Raises:
+        EvidenceError: the shapes do not fit, or there is no element.
+    """
+    logits = kind == "distribution"
+    fits = candidate.shape == reference.shape and reference.numel() and (reference.ndim == 2 or not logits)
+    if not fits or (targets is not None and targets.shape != reference.shape[:1]):
+        shapes = f"{tuple(candidate.shape)} and {tuple(reference.shape)}"
+        raise EvidenceError(
+            f"got outputs {shapes}; need equal shapes with elements, logits (N, V) with N targets if any"
+        )
+    compared = compare_logits(candidate, reference) if logits else None
+    error = compared.error if compared else error_statistics(candidate, reference)
+    spoiled = math.nan if error.non_finite or error.special_mismatches else 0.0
+    change = None if targets is None else _mean_nll(candidate, targets) - _mean_nll(reference, targets)
+    return Metrics(
+        cosine=None if compared else 1.0 - error.cosine_deficit + spoiled,
+        top1_agreement=compared.top1_agreement + spoiled if compared else None,
+        kl=compared.mean_kl + spoiled if compared else None,
+        perplexity_change=None if change is None else math.expm1(change), max_abs=error.max_abs + spoiled,
+        rms=_rms_difference(candidate, reference), num_non_finite=error.non_finite, num_rows=reference.shape[0] if reference.ndim else 1,
+    )  # fmt: skip
 
 
 def band(metric: str, value: float | None) -> Band:
@@ -175,14 +150,9 @@ def run_gate(
     judged = JUDGED[kind]
     control = getattr(gate_metrics(kind, broken(), reference, targets), judged)
     return GateReport(
-        kind=kind,
-        metrics=metrics,
-        band=band(judged, getattr(metrics, judged)),
-        null_identical=null_identical,
-        control=control,
-        control_moved=not control >= 1.0 - MOVED,
-        refused=refusals(metrics, floors),
-    )
+        kind=kind, metrics=metrics, band=band(judged, getattr(metrics, judged)), null_identical=null_identical,
+        control=control, control_moved=not control >= 1.0 - MOVED, refused=refusals(metrics, floors),
+    )  # fmt: skip
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
@@ -191,14 +161,6 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
         return False
     bits = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (first, second)]
     return torch.equal(*bits)
-
-
-def _check(candidate: Tensor, reference: Tensor) -> None:
-    if candidate.shape != reference.shape or not reference.numel():
-        raise EvidenceError(
-            f"got outputs {tuple(candidate.shape)} and {tuple(reference.shape)}; need equal shapes with elements; "
-            "run both on the same input"
-        )
 
 
 def _rms_difference(candidate: Tensor, reference: Tensor) -> float:

@@ -117,22 +117,13 @@ def judge(measured: Measured, rule: Rule | None = None) -> Verdict:
     status: Status = "keep" if code == KEEP else "discard" if code == DISCARD or regressed else "inconclusive"
     p = sign_flip_p(measured.medians)
     check = (float(target.lower) > 0) == (p <= 0.05)
+    doubt = () if check else (f"the sign-flip test (p = {p:.3f}) does not side with the t bound",)
     return Verdict(
-        status="inconclusive" if blocked else status,
-        reasons=(
-            *blocked,
-            *_target(target, rule),
-            *others,
-            *(() if check else (f"the sign-flip test (p = {p:.3f}) does not side with the t bound",)),
-        ),
-        num_processes=target.count,
-        num_positive=int(target.num_positive),
-        effect=float(target.effect),
-        lower=float(target.lower),
-        upper=float(target.upper),
-        sign_flip_p=p,
+        status="inconclusive" if blocked else status, reasons=(*blocked, *_target(target, rule), *others, *doubt),
+        num_processes=count, num_positive=int(target.num_positive), effect=float(target.effect),
+        lower=float(target.lower), upper=float(target.upper), sign_flip_p=p,
         extend=status == "inconclusive" and not blocked,
-    )
+    )  # fmt: skip
 
 
 def confirm(first: Verdict, second: Verdict, gap_s: float) -> Verdict:
@@ -188,14 +179,15 @@ def _guards(guards: Mapping[str, Sequence[float]], rule: Rule) -> tuple[list[str
     regressed, undecided = [], []
     for name, medians in guards.items():
         if len(medians) < 2:
-            undecided.append(f"guard {name}: {len(medians)} processes measured it")
+            undecided.append(f"guard {name}: measured by {len(medians)} processes")
             continue
         guard = summarise(medians)
-        text = f"guard {name}: {float(guard.effect):+.2%} [{float(guard.lower):+.2%}, {float(guard.upper):+.2%}]"
-        if float(guard.upper) < rule.guard_limit:
-            regressed.append(f"{text} is worse than {rule.guard_limit:.1%}")
-        elif not float(guard.lower) > rule.guard_limit:
-            undecided.append(f"{text} may be worse than {rule.guard_limit:.1%}")
+        effect, lower, upper = (float(bound) for bound in (guard.effect, guard.lower, guard.upper))
+        text = f"guard {name}: {effect:+.2%} [{lower:+.2%}, {upper:+.2%}]; allowed {rule.guard_limit:.1%}"
+        if upper < rule.guard_limit:
+            regressed.append(text)
+        elif not lower > rule.guard_limit:
+            undecided.append(text)
     return regressed, undecided
 
 

@@ -120,11 +120,8 @@ def read_limits(rows: Iterable[Row], device_name: str) -> Limits:
             best[key] = max(best.get(key, 0.0), row.ours)
     if not best:
         raise EvidenceError(f"got no roofline row of {device_name!r}; need its limits; run: microllm bench roofline")
-    return Limits(
-        tflops={dtype: best[dtype] for dtype in DTYPES if dtype in best},
-        read_gb_s=best.get("read"),
-        copy_gb_s=best.get("copy"),
-    )
+    tflops = {dtype: best[dtype] for dtype in DTYPES if dtype in best}
+    return Limits(tflops=tflops, read_gb_s=best.get("read"), copy_gb_s=best.get("copy"))
 
 
 def _measure(clock: RoundClock, probe: Probe, config: RooflineConfig) -> tuple[float | None, RowStatus, str]:
