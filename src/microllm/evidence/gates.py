@@ -100,7 +100,8 @@ def gate_metrics(kind: Kind, candidate: Tensor, reference: Tensor, targets: Tens
         top1_agreement=compared.top1_agreement + spoiled if compared else None,
         kl=compared.mean_kl + spoiled if compared else None,
         perplexity_change=None if change is None else math.expm1(change), max_abs=error.max_abs + spoiled,
-        rms=_rms_difference(candidate, reference), num_non_finite=error.non_finite, num_rows=reference.shape[0] if reference.ndim else 1,
+        rms=_rms_difference(candidate, reference), num_non_finite=error.non_finite,
+        num_rows=reference.shape[0] if reference.ndim else 1,
     )  # fmt: skip
 
 
