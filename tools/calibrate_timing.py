@@ -3,10 +3,10 @@
     python tools/calibrate_timing.py --device cpu                               25 minutes
     python tools/calibrate_timing.py --device cuda --runs 3 --share --pairs 6   8 minutes
 
-By default ten A/A sessions and five planted ones. A session is 6 fresh processes (12 where 6 leave it open); the workload is 100 equal matrix products, and a planted
-slowdown is one product more: 1 % more work. The record, one JSON line, holds the process SD that the lab's verdicts
-read. ``--share`` lets each process serve all sessions. Needs torch and numpy only. Exits with 1 if a session of equal
-arms was kept or a planted slowdown was missed.
+By default ten A/A sessions and five planted ones. A session is 6 fresh processes (12 where 6 leave it open); the
+workload is 100 equal matrix products, and a planted slowdown is one product more: 1 % more work. The record, one JSON
+line, holds the process SD that the lab's verdicts read. ``--share`` lets each process serve all sessions. Needs torch
+and numpy only. Exits with 1 if a session of equal arms was kept or a planted slowdown was missed.
 """
 
 from __future__ import annotations
