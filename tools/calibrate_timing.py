@@ -69,7 +69,7 @@ class Sessions:
         self.options, self.arguments = options, arguments
         self.kinds = ["aa"] * options.runs + ["planted"] * options.planted
         self.medians: list[list[float]] = [[] for _ in self.kinds]
-        self.problems: dict[str, None] = {}
+        self.num_disturbed = 0
         self.environment: dict[str, object] = {}
 
     def run(self, chosen: list[int]) -> None:
@@ -83,7 +83,7 @@ class Sessions:
                 self.environment = done.result["environment"]
                 for index, found in zip(group, done.result["found"], strict=True):
                     self.medians[index].append(found["median"])
-                    self.problems.update(dict.fromkeys(found["problems"]))
+                    self.num_disturbed += bool(found["problems"])
                     text = f"{self.kinds[index]} {index} process {process}: {found['median']:+.3%}"
                     print(text, *found["problems"], sep="; ", file=sys.stderr)
 
@@ -131,13 +131,13 @@ def main() -> int:
         planted_medians=tuple(map(tuple, planted)),
         pairs=options.pairs,
         round_s=options.round_s,
-        problems=tuple(sessions.problems),
+        num_disturbed=sessions.num_disturbed,
         environment=sessions.environment,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     if not options.quick:
         write_calibration(options.out, calibration)
-    summary = {name: value for name, value in asdict(calibration).items() if name not in ("environment", "problems")}
+    summary = {name: value for name, value in asdict(calibration).items() if name != "environment"}
     print(json.dumps(summary))
     return int(calibration.num_kept > 0 or calibration.num_found < options.planted)
 

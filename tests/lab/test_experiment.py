@@ -432,7 +432,7 @@ def test_latest_calibration_of_this_device_is_read(tmp_path, environment):
     assert read_calibration(path, environment) is None
     made = Calibration(
         device_name=environment.device_name, process_sd=process_sd([(0.0, 0.002)]), num_kept=0, num_planted=5,
-        num_found=5, medians=((0.0, 0.002),), planted_medians=(), pairs=8, round_s=0.5, problems=(),
+        num_found=5, medians=((0.0, 0.002),), planted_medians=(), pairs=8, round_s=0.5, num_disturbed=0,
         environment={"torch": "2"}, date="x",
     )  # fmt: skip
     write_calibration(path, made)

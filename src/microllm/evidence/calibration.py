@@ -24,6 +24,8 @@ from microllm.evidence.journal import append_line, canonical_json, read_lines
 class Calibration:
     """A/A sessions of one device, and planted slowdowns that the rule had to find.
 
+    ``num_disturbed`` counts the timings that the preflight or the clocks found fault with.
+
     Units:   ``process_sd`` in natural logarithms (0.004 reads as 0.4 %); ``round_s`` in seconds
     """
 
@@ -36,7 +38,7 @@ class Calibration:
     planted_medians: tuple[tuple[float, ...], ...]
     pairs: int
     round_s: float
-    problems: tuple[str, ...]
+    num_disturbed: int
     environment: dict[str, Any]
     date: str
 
