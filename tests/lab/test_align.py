@@ -287,6 +287,7 @@ def test_a_failed_stage_leaves_a_manifest_that_names_it(random_model, tmp_path, 
         raise CheckpointError("got a broken file")
 
     monkeypatch.setattr(align, "load_twin", broken)
+    (tmp_path / "report.json").write_text("of an older run")
     config = AlignConfig(model=str(random_model("llama")), tokens=token_ids(16), output=tmp_path)
     with pytest.raises(CheckpointError) as caught:
         run_align(config)
@@ -295,6 +296,7 @@ def test_a_failed_stage_leaves_a_manifest_that_names_it(random_model, tmp_path, 
     assert manifest["status"] == "error"
     assert [(s["name"], s["status"]) for s in manifest["stages"]] == [("tokens", "done"), ("twin", "error")]
     assert manifest["stages"][1]["error"] == "CheckpointError: got a broken file"
+    assert not (tmp_path / "report.json").exists()
 
 
 def test_missing_extras_are_named(random_model, tmp_path, monkeypatch):

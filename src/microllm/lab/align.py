@@ -58,11 +58,20 @@ _QUICK_TOKENS, _QUICK_GREEDY = 32, 8
 class AlignConfig:
     """What to compare and how.
 
-    ``tokens`` go before ``text``; with neither, a built-in passage is tokenised. ``num_tokens`` takes the first of
-    them (all that are given; 128 of the passage). ``perturb`` names one of our matrices ("layers.7.mlp.up_proj") of
-    which one weight is changed in memory, which must be found. ``quick``: fp32, free run, 32 tokens, 8 greedy.
-
-    Units:   ``epsilon`` in logits: in bf16 another token is accepted where fp32's top-2 margin is smaller
+    Args:
+        model: Name or path of a model that transformers can read too.
+        tokens: Token ids to run on; they go before text.
+        text: Text to run on; with neither, a built-in passage.
+        num_tokens: Take the first of them (default: all that are given, 128 of the passage).
+        num_greedy: How many greedy tokens to compare after them.
+        dtype: bf16 is judged by the error of transformers' own bf16 against its fp32.
+        mode: free: errors run on from layer to layer; teacher: each block gets the reference's input.
+        perturb: Change one weight of this matrix of ours in memory (layers.7.mlp.up_proj): it must be found.
+        quick: fp32, free run, 32 tokens, 8 greedy.
+        epsilon: In bf16 another token is accepted where fp32's top-2 margin is smaller, in logits.
+        attention: Which attention transformers uses.
+        device: Where both models run.
+        output: Directory for report.json, report.md, layers.png and manifest.json.
     """
 
     model: str = "demo"
@@ -132,8 +141,11 @@ def run_align(config: AlignConfig, *, twin: nn.Module | None = None) -> AlignRep
     """
     stage = _Stages(config)
     with stage("tokens"):
-        if config.output is not None and importlib.util.find_spec("matplotlib") is None:
-            raise MissingExtraError("matplotlib", "plot", "the picture of align --output")
+        if config.output is not None:
+            if importlib.util.find_spec("matplotlib") is None:
+                raise MissingExtraError("matplotlib", "plot", "the picture of align --output")
+            for name in ("report.json", "report.md", "layers.png"):  # an older run's would not fit the manifest
+                (config.output / name).unlink(missing_ok=True)
         source = resolve_model(config.model)
         ids_BT = torch.tensor([_token_ids(config, source)], device=config.device)
     with stage("twin"):
