@@ -39,8 +39,8 @@ def test_own_work_is_not_foreign_and_another_process_is():
     finally:
         busy.kill()
         busy.wait()
-    assert own > 0.2
-    assert 0 <= own_only <= (os.cpu_count() or 1) - own + 0.1, "the loop above was this process's"
+    assert own > 0.05
+    assert 0 <= own_only <= (os.cpu_count() or 1) - own + 0.2, "the loop above was this process's"
     assert with_other > 0.3
 
 

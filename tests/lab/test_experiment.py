@@ -362,6 +362,15 @@ def test_a_rule_that_was_moved_is_caught(root, environment):
     assert any("not what the rows give" in text for text in verify(VerifyConfig(root=root)))
 
 
+def test_code_changed_after_the_last_session_is_caught(root, environment):
+    directory = new(root)
+    add_session(directory, environment, GOOD, sources=Records(directory).sources())
+    judge_experiment(directory)
+    assert verify(VerifyConfig(root=root)) == []
+    (directory / "forms.py").write_text((directory / "forms.py").read_text() + "# changed\n")
+    assert "Python files" in verify(VerifyConfig(root=root))[0]
+
+
 def test_rows_of_a_killed_run_are_kept_and_count_for_nothing(root, environment):
     directory = new(root)
     add_session(directory, environment, GOOD)

@@ -174,7 +174,7 @@ def run_experiment(config: RunConfig) -> Judgement:
     body = SessionBody(
         session=begun[0] if begun and not config.quick else last + 1, quick=config.quick, gate=reports,
         gates_pass=bool(reports) and all(each["passed"] for found in reports.values() for each in found),
-        process_sd=calibration.process_sd if calibration else None, crash=gate.error,
+        process_sd=calibration.process_sd if calibration else None, crash=gate.error, sources=records.sources(),
     )  # fmt: skip
     rule = contract.rule
     parts = [range(rule.min_processes), range(rule.min_processes, rule.max_processes)][len(begun[:1]) :]

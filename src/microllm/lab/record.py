@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from microllm.errors import EvidenceError
 from microllm.evidence.environment import Environment
@@ -43,7 +43,8 @@ class SessionBody(Record):
     """The body of a session's receipt: what was run and the digests of its rows, in order.
 
     ``gate`` holds the reports by workload, ``process_sd`` the calibration that the machine had. A session's
-    extension has a receipt of its own under the same number. ``interrupted`` covers the rows of a run that was killed.
+    extension has a receipt of its own under the same number. ``sources`` has the digests of the folder's Python files.
+    ``interrupted`` covers the rows of a run that was killed.
     """
 
     session: int
@@ -53,6 +54,7 @@ class SessionBody(Record):
     process_sd: float | None
     rows: tuple[str, ...] = ()
     crash: str = ""
+    sources: dict[str, str] = Field(default_factory=dict)
     interrupted: bool = False
 
     @classmethod
@@ -82,6 +84,10 @@ class Records:
     def genesis(self) -> str:
         """Return what the chain starts from: the digest of the contract's bytes."""
         return sha256_hex((self.directory / "contract.json").read_bytes())
+
+    def sources(self) -> dict[str, str]:
+        """Return the digests of the Python files beside the contract."""
+        return {path.name: sha256_hex(path.read_bytes()) for path in sorted(self.directory.glob("*.py"))}
 
     def append_row(self, row: RawRow) -> str:
         """Append a row and return its line's digest."""

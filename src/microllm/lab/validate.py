@@ -108,6 +108,9 @@ def _recompute(directory: Path) -> Iterator[str]:
     except EvidenceError as error:
         yield _one_line(error)
         return
+    for receipt in records.receipts("session")[-1:]:
+        if receipt.body.get("sources", {}) not in ({}, records.sources()):
+            yield "its Python files are not those that the last session ran"
     sealed = records.receipts("verdict")
     if found is None:
         if records.receipts("session"):
