@@ -191,6 +191,16 @@ def test_how_device_events_are_read():
     assert not _report([Event("microllm.ledger.region", 1, 2)], cuda=True).device_traced
 
 
+def test_a_copy_that_the_profiler_gives_no_size_has_its_operators():
+    """As torch 2.11 reports a pinned copy."""
+    events = [
+        Event("microllm.ledger.region", 10, 100, own=1),
+        Event("aten::copy_", 21, 29, own=3, num=100),
+        Event("Memcpy HtoD (Pinned -> Device)", 23, 28, device="CUDA", link=3),
+    ]
+    assert [(c.place, c.bytes) for c in _report(events, cuda=True).of("copy")] == [("h2d", 400)]
+
+
 @pytest.mark.gpu
 class TestOnTheDevice:
     @pytest.fixture

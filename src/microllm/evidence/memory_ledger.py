@@ -131,7 +131,7 @@ def memory_ledger() -> Iterator[MemoryLedger]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     _open.append(ledger)
     try:
-        with profile(activities=activities, profile_memory=True, record_shapes=True, acc_events=True) as profiler:
+        with profile(activities=activities, profile_memory=True, record_shapes=True) as profiler:
             if cuda:
                 torch.zeros(1, device="cuda")  # a sign of life: no device event at all means no device tracing
                 torch.cuda.synchronize()
@@ -233,13 +233,17 @@ def _host_events(events: list[Event]) -> list[_Seen]:
 def _copies(host: list[_Seen], on_device: list[Event]) -> Iterator[tuple[str, str, str, int]]:
     """Yield the device's own memory copies, and each innermost copy operator that needed none of them."""
     launched: dict[int, list[Event]] = defaultdict(list)
-    sources = {s.event.correlation_id(): (s.event.name(), s.tag) for s in host if s.is_operator}
+    sources = {s.event.correlation_id(): s for s in host if s.is_operator}
     for event in on_device:
         launched[event.linked_correlation_id()].append(event)
         if found := _MEMCPY.match(event.name()):
             source, target = ("h" if end == "H" else "d" for end in found.groups())
+            asker = sources.get(event.linked_correlation_id())
             size = int(json.loads("{" + event.metadata_json() + "}").get("bytes", 0))
-            yield f"{source}2{target}", *sources.get(event.linked_correlation_id(), ("", "")), size
+            if not size and asker is not None and asker.event.name() in _COPY_OPS:
+                size = _destination_bytes(asker.event)  # torch 2.11 gives a pinned copy no size
+            name, tag = ("", "") if asker is None else (asker.event.name(), asker.tag)
+            yield f"{source}2{target}", name, tag, size
     for seen in host:
         if seen.event.name() in _COPY_OPS and not seen.holds_copy:
             work = launched.get(seen.event.correlation_id(), [])
