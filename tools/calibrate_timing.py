@@ -1,7 +1,7 @@
 """Record how well this machine can time: A/A sessions that must keep nothing, and planted slowdowns to be found.
 
     python tools/calibrate_timing.py --device cpu                               25 minutes
-    python tools/calibrate_timing.py --device cuda --runs 3 --share --pairs 6   8 minutes
+    python tools/calibrate_timing.py --device cuda --runs 3 --share --pairs 4   5 minutes
 
 By default ten A/A sessions and five planted ones. A session is 6 fresh processes (12 where 6 leave it open); the
 workload is 100 equal matrix products, and a planted slowdown is one product more: 1 % more work. The record, one JSON
@@ -29,13 +29,15 @@ from microllm.evidence.timing import QUICK, Action, TimingConfig, time_pairs
 from microllm.evidence.verdict import MAX_PROCESS_SD, Measured, Verdict, judge
 
 UNITS = 100
-SIZES = {"cpu": (192, torch.float32), "cuda": (2048, torch.bfloat16)}
+SIZES = {"cpu": (192, 192, torch.float32), "cuda": (8192, 1, torch.bfloat16)}
+"""Rows, columns and dtype of a product; on a GPU a decode step's kind, for a large product moves with the power limit."""
 
 
 def build(device: str, units: int) -> Action:
     """Return a callable that does ``units`` equal products."""
-    size, dtype = SIZES[torch.device(device).type]
-    left, right, out = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
+    rows, columns, dtype = SIZES[torch.device(device).type]
+    left = torch.randn(rows, rows, device=device).to(dtype)
+    right, out = (torch.randn(rows, columns, device=device).to(dtype) for _ in range(2))
 
     def work() -> None:
         for _ in range(units):
