@@ -30,7 +30,7 @@ from microllm.evidence.verdict import MAX_PROCESS_SD, Measured, Verdict, judge
 
 UNITS = 100
 SIZES = {"cpu": (192, 192, torch.float32), "cuda": (8192, 1, torch.bfloat16)}
-"""Rows, columns and dtype of a product; on a GPU a decode step's kind, for a large product moves with the power limit."""
+"""Rows, columns and dtype of a product; on a GPU one that reads memory, for large ones move with the power limit."""
 
 
 def build(device: str, units: int) -> Action:
