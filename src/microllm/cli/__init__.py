@@ -16,7 +16,7 @@ import tyro
 
 from microllm.errors import MicroLLMError
 
-COMMANDS = ("generate", "chat", "inspect", "align", "doctor", "pull", "bench", "lab")
+COMMANDS = ("generate", "chat", "inspect", "align", "doctor", "pull", "bench", "profile", "lab")
 
 
 def command_class(name: str) -> Any:  # noqa: ANN401 - dataclasses with nothing in common but run()
@@ -36,6 +36,8 @@ def command_class(name: str) -> Any:  # noqa: ANN401 - dataclasses with nothing 
             from microllm.cli.pull import Pull as command
         case "bench":
             from microllm.cli.bench import Bench as command
+        case "profile":
+            from microllm.cli.profile import Profile as command
         case _:
             from microllm.cli.lab import Lab as command
     return command
@@ -58,13 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(words[0], words[1:])
 
 
+def parse_command(name: str, args: list[str], prog: str) -> Any:  # noqa: ANN401 - as command_class
+    """Return the command that ``args`` describe; leave the process, with a text, where they describe none."""
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)
+    return tyro.cli(command_class(name), prog=prog, args=args, config=config)
+
+
 def _run(name: str, args: list[str]) -> int:
-    command = tyro.cli(
-        command_class(name),
-        prog=f"microllm {name}",
-        args=args,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
-    )
+    command = parse_command(name, args, f"microllm {name}")
     try:
         return command.run()
     except MicroLLMError as error:

@@ -37,6 +37,16 @@ class Generate:
 
     def run(self) -> int:
         """Print the answer as it comes; with --json, or several choices, all at the end. 1 when a sequence failed."""
+        llm, text = self.load()
+        if self.as_json or self.sampling.n > 1:
+            completions = llm.generate([text], self.sampling)
+            _print_choices(completions, as_json=self.as_json)
+        else:
+            completions = [_print_stream(llm, text, self.sampling)]
+        return 1 if any(c.finish_reason == "error" for c in completions) else 0
+
+    def load(self) -> tuple[LLM, str | list[int]]:
+        """Return the model, and the prompt as it takes it: text, or the ids that the chat template gives."""
         from microllm.errors import RequestError
         from microllm.inference import load
 
@@ -52,12 +62,7 @@ class Generate:
             if self.system is not None:
                 messages.insert(0, {"role": "system", "content": self.system})
             text = llm.tokenizer.encode_chat(messages)
-        if self.as_json or self.sampling.n > 1:
-            completions = llm.generate([text], self.sampling)
-            _print_choices(completions, as_json=self.as_json)
-        else:
-            completions = [_print_stream(llm, text, self.sampling)]
-        return 1 if any(c.finish_reason == "error" for c in completions) else 0
+        return llm, text
 
 
 def _print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Completion:
