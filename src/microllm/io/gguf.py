@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from microllm.config import DtypeName, ModelConfig, RopeConfig
+from microllm.config import DtypeName, ModelConfig, RopeConfig, warn_of_overflow
 from microllm.errors import CheckpointError, UnsupportedModelError
 from microllm.io.gguf_dequant import dequantize
 from microllm.io.gguf_file import GGUFEntry, file_stamp, read_gguf_header, shorten
@@ -244,6 +244,7 @@ def config_from_gguf(source: GGUFSource) -> tuple[ModelConfig, GenerationDefault
         eos_token_ids=eos_ids,
         pad_token_id=special["padding"],
     )
+    warn_of_overflow(config.family, config.dtype)
     return config, _generation(source, config)
 
 

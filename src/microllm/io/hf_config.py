@@ -9,14 +9,13 @@ Qwen3Config, modeling_rope_utils).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
-from microllm.config import DTYPE_BYTES, DtypeName, Family, ModelConfig, RopeConfig, RopeKind
+from microllm.config import DTYPE_BYTES, DtypeName, Family, ModelConfig, RopeConfig, RopeKind, warn_of_overflow
 from microllm.errors import ConfigError, UnsupportedModelError
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -117,11 +116,13 @@ def unsupported_features(raw: Mapping[str, Any]) -> list[str]:
     found = [f"{name}={raw[name]!r} (mixture of experts)" for name in _MOE if raw.get(name)]
     found += [f"{name}={raw[name]!r} (multi-head latent attention)" for name in _MLA if raw.get(name)]
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    found += _unsupported_rope(rope if isinstance(rope, dict) else {})
+    rope = rope if isinstance(rope, dict) else {}
+    found += _unsupported_rope(rope)
+    for factor in (raw.get("partial_rotary_factor"), rope.get("partial_rotary_factor")):
+        if factor not in (None, 1):
+            found.append(f"partial_rotary_factor={factor!r} (RoPE on a part of the head)")
     if raw.get("use_mrope"):
         found.append(f"use_mrope={raw['use_mrope']!r} (multimodal RoPE)")
-    if raw.get("partial_rotary_factor") not in (None, 1):
-        found.append(f"partial_rotary_factor={raw['partial_rotary_factor']!r} (RoPE on a part of the head)")
     found += _sliding_windows(raw)
     if raw.get("quantization_config"):
         found.append("quantization_config (weights quantised by another library)")
@@ -158,8 +159,6 @@ def _unsupported_rope(rope: dict[str, Any]) -> list[str]:
     found = []
     if rope.get("mrope_section"):
         found.append(f"mrope_section={rope['mrope_section']!r} (multimodal RoPE)")
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        found.append(f"partial_rotary_factor={rope['partial_rotary_factor']!r} (RoPE on a part of the head)")
     if any(isinstance(value, dict) for value in rope.values()):
         found.append("rope_parameters by layer type (one RoPE for all layers is read)")
     if _rope_kind(rope) not in get_args(RopeKind):
@@ -243,13 +242,6 @@ def _has_qkv_bias(tensor_names: Collection[str], attention_bias: bool | None) ->
     if tensor_names:
         return any(name.endswith(".self_attn.q_proj.bias") for name in tensor_names)
     return attention_bias is not False
-
-
-def warn_of_overflow(family: Family, dtype: str) -> None:
-    """Warn when ``dtype`` is float16 and the family's activations are known to leave its range."""
-    if family == "qwen2" and dtype == "float16":
-        message = "qwen2 in float16: activations can overflow to inf; use bfloat16 or float32"
-        warnings.warn(message, UserWarning, stacklevel=3)
 
 
 def _parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:

@@ -12,16 +12,12 @@ HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 _PREFIX = "model."
 
-IGNORED_BUFFERS: tuple[re.Pattern[str], ...] = (
-    re.compile(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
-    re.compile(r"(model\.)?rotary_emb\.inv_freq"),
-)
-"""Stored buffers that a load passes over, because they are computed from the config."""
+_COMPUTED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def is_ignored(file_name: str) -> bool:
-    """Return whether a stored tensor is one of ``IGNORED_BUFFERS``."""
-    return any(pattern.fullmatch(file_name) for pattern in IGNORED_BUFFERS)
+    """Return whether a load passes a stored tensor over, because it is computed from the config."""
+    return _COMPUTED.fullmatch(file_name) is not None
 
 
 def runtime_name(file_name: str) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import functools
 import hashlib
-import os
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -20,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from microllm.config import Family
 from microllm.errors import CheckpointError, ModelNotFoundError, UnavailableError
+from microllm.evidence.journal import write_atomic
 from microllm.io.checkpoint import check_tensors, open_checkpoint
 from microllm.io.demo import DEMO_NAMES, fetch_demo, import_demo
 from microllm.io.resolve import ModelSource, resolve_model
-from microllm.io.safetensors_files import write_bytes
 
 MANIFEST_FILE = "microllm-manifest.json"
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -157,7 +156,7 @@ def _in_hub_cache(entry: RegistryEntry) -> Path:
         revision = f" --revision {entry.revision}" if entry.revision else ""
         raise UnavailableError(
             f"unavailable: got no {entry.repo} in the local Hugging Face cache; need {entry.id}; where there is a "
-            f"network: hf download {entry.repo}{revision}; or: microllm pull {entry.id} --from DIRECTORY"
+            f"network: hf download {entry.repo}{revision}; or: microllm pull --model {entry.id} --from DIRECTORY"
         ) from problem
 
 
@@ -258,6 +257,7 @@ def _read_manifest(path: Path) -> Manifest | None:
 
 
 def _write_manifest(path: Path, manifest: Manifest) -> None:
-    scratch = path.with_name(f".{path.name}.new")
-    write_bytes(scratch, manifest.model_dump_json(indent=2).encode() + b"\n")
-    os.replace(scratch, path)
+    try:
+        write_atomic(path, manifest.model_dump_json(indent=2) + "\n")
+    except OSError as problem:
+        raise CheckpointError(f"got {problem} when writing {path}; need room and the right to write there") from problem

@@ -54,7 +54,7 @@ def inspect_model(name: str) -> Inspection:
     report = check_tensors(config.parameter_shapes(), checkpoint)
     refused = [f"missing tensor {n}" for n in report.missing]
     refused += [f"unexpected tensor {n}" for n in report.unexpected]
-    refused += [f"tensor of another shape: {n}" for n in report.incompatible]
+    refused += [f"tensor {n}: {report.reasons[n]}" for n in report.incompatible]
     return Inspection(
         name=source.name,
         kind=source.kind,
