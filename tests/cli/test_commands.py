@@ -162,6 +162,18 @@ def test_inspect_says_what_would_be_refused(capsys, tiny, tmp_path):
     assert "num_experts" in reason
 
 
+def test_inspect_says_why_and_keeps_words_that_look_like_markup(capsys, tiny, tmp_path):
+    config = json.loads(pathlib.Path(tiny, "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": {"rope_type": "[/red]"}}))
+    os.link(f"{tiny}/model.safetensors", tmp_path / "model.safetensors")
+    assert main(["inspect", "--model", str(tmp_path)]) == 1
+    assert "[/red]" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 7}))
+    assert main(["inspect", "--model", str(tmp_path), "--json"]) == 1
+    refused = json.loads(capsys.readouterr().out)["refused"]
+    assert "tensor model.layers.0.mlp.up_proj.weight: shape [384, 128], need [7, 128]" in refused
+
+
 def test_doctor_finds_this_machine(capsys):
     found = {f["what"]: f for f in run_json(capsys, "doctor")["findings"]}
     assert found["torch"]["state"].startswith(torch.__version__)
@@ -253,3 +265,9 @@ def test_a_reader_that_leaves_early_is_no_error():
     run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True)
     assert "demo" in run.stdout
     assert run.stderr == ""
+
+
+@pytest.mark.parametrize("words", ["--version", "generate --help"])
+def test_a_reader_that_never_reads_is_no_error(words):
+    command = f"{sys.executable} -m microllm {words} | true"
+    assert subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True).stderr == ""

@@ -45,7 +45,23 @@ def command_class(name: str) -> Any:  # noqa: ANN401 - dataclasses with nothing 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # here and not at exit, where nobody would catch a closed pipe
+    except MicroLLMError as error:
+        print(f"microllm: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nmicrollm: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2
@@ -57,28 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {near[0]!r}?" if near else "; microllm --help says what each does"
         print(f"microllm: got command {words[0]!r}; need one of {', '.join(COMMANDS)}{hint}", file=sys.stderr)
         return 2
-    return _run(words[0], words[1:])
+    return parse_command(words[0], words[1:], f"microllm {words[0]}").run()
 
 
 def parse_command(name: str, args: list[str], prog: str) -> Any:  # noqa: ANN401 - as command_class
     """Return the command that ``args`` describe; leave the process, with a text, where they describe none."""
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)
     return tyro.cli(command_class(name), prog=prog, args=args, config=config)
-
-
-def _run(name: str, args: list[str]) -> int:
-    command = parse_command(name, args, f"microllm {name}")
-    try:
-        return command.run()
-    except MicroLLMError as error:
-        print(f"microllm: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nmicrollm: stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _overview() -> str:

@@ -19,8 +19,7 @@ class Doctor:
     def run(self) -> int:
         """Print the findings; an absent extra is no failure."""
         from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
+        from rich.table import Column, Table
 
         from microllm.lab.doctor import examine_machine
 
@@ -28,9 +27,8 @@ class Doctor:
         if self.as_json:
             print(json.dumps({"findings": [asdict(f) for f in findings]}))
             return 0
-        table = Table("", "what", "state", "remedy", box=None)
+        table = Table("", "what", Column("state", overflow="fold"), Column("remedy", overflow="fold"), box=None)
         for f in findings:
-            mark = "[green]✓[/]" if f.usable else "[yellow]-[/]"
-            table.add_row(mark, f.what, f.state, escape(f.remedy))
-        Console().print(table)
+            table.add_row("✓" if f.usable else "-", f.what, f.state, f.remedy, style="" if f.usable else "yellow")
+        Console(markup=False).print(table)
         return 0

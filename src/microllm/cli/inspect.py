@@ -35,9 +35,9 @@ class Inspect:
 
 def _show(found: Inspection) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=None, show_header=False)
+    table = Table("", Column(overflow="fold"), box=None, show_header=False)
     table.add_row("model", f"{found.name} ({found.kind})")
     if found.config is not None:
         for name, value in asdict(found.config).items():
@@ -51,5 +51,5 @@ def _show(found: Inspection) -> None:
         for name, value in found.generation.items():
             table.add_row(f"author's {name}", str(value))
     for reason in found.refused:
-        table.add_row("[red]refused[/]", reason)
-    Console().print(table)
+        table.add_row("refused", reason, style="red")
+    Console(markup=False).print(table)  # a file's own words may look like markup

@@ -67,18 +67,15 @@ def _hardware() -> list[Finding]:
 
 
 def _packages() -> list[Finding]:
-    found = []
+    found, distributions = [], importlib.metadata.packages_distributions()
     for package, (extra, purpose) in EXTRAS.items():
         present = importlib.util.find_spec(package) is not None
         remedy = "" if present else f"pip install 'microllm[{extra}]'"
-        state = f"{_version(package)} ({purpose})" if present else f"absent ({purpose})"
+        names = distributions.get(package, ())
+        version = importlib.metadata.version(names[0]) if names else "installed"
+        state = f"{version} ({purpose})" if present else f"absent ({purpose})"
         found.append(Finding(package, state, present, remedy))
     return found
-
-
-def _version(package: str) -> str:
-    names = importlib.metadata.packages_distributions().get(package, [])
-    return importlib.metadata.version(names[0]) if names else "installed"
 
 
 def _demo() -> Finding:

@@ -59,8 +59,12 @@ def measure_startup(config: StartupConfig) -> Startup:
         sys.executable, "-m", "microllm", "generate", "--model", config.model, "--prompt", config.prompt,
         "--max-tokens", "8", "--temperature", "0", "--device", config.device,
     ]  # fmt: skip
-    runs = [_run_once(command) for _ in range(config.repeats + 1)][1:]
-    import_torch_s = min(_import_torch_s() for _ in range(3))
+    _run_once(command)
+    imports, runs = [_import_torch_s()], []
+    for _ in range(config.repeats):  # in turns, so that a busy moment of the machine meets both
+        runs.append(_run_once(command))
+        imports.append(_import_torch_s())
+    import_torch_s = min(imports)
     times, totals, peaks, answers = zip(*runs, strict=True)
     equal = len(set(answers)) == 1
     environment = capture_environment(choose_device(config.device).type)
