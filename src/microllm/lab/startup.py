@@ -14,6 +14,8 @@ from microllm.evidence.environment import capture_environment
 from microllm.evidence.rows import Row, environment_fields
 from microllm.inference.llm import choose_device
 
+_IMPORT_TORCH = [sys.executable, "-c", "import torch; print('.', flush=True)"]  # timed to its output, not to its exit
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartupConfig:
@@ -60,11 +62,11 @@ def measure_startup(config: StartupConfig) -> Startup:
         "--max-tokens", "8", "--temperature", "0", "--device", config.device,
     ]  # fmt: skip
     _run_once(command)
-    imports, runs = [_import_torch_s()], []
+    imports, runs = [_run_once(_IMPORT_TORCH)], []
     for _ in range(config.repeats):  # in turns, so that a busy moment of the machine meets both
         runs.append(_run_once(command))
-        imports.append(_import_torch_s())
-    import_torch_s = min(imports)
+        imports.append(_run_once(_IMPORT_TORCH))
+    import_torch_s = min(first_s for first_s, *_ in imports)
     times, totals, peaks, answers = zip(*runs, strict=True)
     equal = len(set(answers)) == 1
     environment = capture_environment(choose_device(config.device).type)
@@ -78,12 +80,6 @@ def measure_startup(config: StartupConfig) -> Startup:
         first_token_s=times, total_s=totals, peak_bytes=max(peaks), import_torch_s=import_torch_s,
         answer=answers[0], row=row,
     )  # fmt: skip
-
-
-def _import_torch_s() -> float:
-    started = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    return time.perf_counter() - started
 
 
 def _run_once(command: list[str]) -> tuple[float, float, int, str]:
