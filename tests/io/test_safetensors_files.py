@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import struct
 import subprocess
@@ -60,6 +61,7 @@ BAD_HEADERS = {
     "dimension is a bool": ({"a": entry("U8", [24, True], 0, 24)}, "shape"),
     "dimension of 2**63": ({"a": entry("F32", [1 << 63, 0], 0, 0)}, "shape"),
     "product overflows to 24 bytes": ({"a": entry("F32", [(1 << 62) + 6], 0, 24)}, "need 18446744073709551640"),
+    "too many dimensions": ({"a": entry("F32", [1 << 62] * 2000, 0, 24)}, "at most 64"),
     "shape is text": ({"a": entry("F32", "6", 0, 24)}, "shape"),
     "empty name": ({"": entry("F32", [6], 0, 24)}, "name"),
     "key missing": ({"a": {"dtype": "F32", "shape": [6]}}, "data_offsets"),
@@ -83,6 +85,18 @@ def test_a_bad_header_is_refused(name, tmp_path):
     header, message = BAD_HEADERS[name]
     with pytest.raises(CheckpointError, match=message):
         read_header(write_raw(tmp_path / "x.safetensors", header, bytes(24)))
+
+
+def test_a_key_twice_among_many_is_found_at_once(tmp_path):
+    many = ",".join(f'"{number}": 0' for number in range(200_000))
+    with pytest.raises(CheckpointError, match="'199999' twice"):  # comparing each with each would take minutes
+        read_header(write_raw(tmp_path / "x.safetensors", f'{{{many}, "199999": 0}}'))
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match="no plain file"):
+        SafetensorsSource(tmp_path)
 
 
 @pytest.mark.parametrize("length", [0, 1 << 60, (1 << 64) - 1, MAX_HEADER_BYTES + 1, 10_000])

@@ -105,7 +105,7 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
     raw = read_json_object(source.path / CONFIG_FILE, MAX_CONFIG_BYTES, ConfigError)
     check_supported(raw)
     generation = GenerationDefaults()
-    if (source.path / GENERATION_FILE).exists():
+    if os.path.lexists(source.path / GENERATION_FILE):  # a link to nowhere is a fault, not an absence
         defaults = read_json_object(source.path / GENERATION_FILE, MAX_CONFIG_BYTES, ConfigError)
         generation = parse_generation_config(defaults)
     tensors = SafetensorsSource(source.path)

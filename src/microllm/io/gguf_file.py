@@ -21,6 +21,7 @@ import numpy as np
 
 from microllm.errors import CheckpointError
 from microllm.io.gguf_dequant import FORMATS, REFUSED_TYPES, BlockFormat
+from microllm.io.paths import open_plain
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -68,7 +69,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
         CheckpointError: the file cannot be read, is no GGUF, is cut, or contradicts itself.
     """
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             stamp = file_stamp(file)
             if stamp[0] < 24:
                 magic = file.read(4)

@@ -6,10 +6,12 @@ Place: used by the config, safetensors and registry readers. Does not know what 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from microllm.errors import MicroLLMError
+from microllm.io.paths import open_plain
 
 
 def parse_json_object(data: bytes, what: str, error: type[MicroLLMError]) -> dict[str, Any]:
@@ -22,8 +24,7 @@ def parse_json_object(data: bytes, what: str, error: type[MicroLLMError]) -> dic
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise error(f"got key {twice!r} twice in {what}; need each key once; write the file again")
         return result
 
@@ -42,10 +43,10 @@ def read_json_object(path: Path, max_bytes: int, error: type[MicroLLMError]) -> 
     """Return the JSON object in the file at ``path``, which may hold ``max_bytes`` at most.
 
     Raises:
-        MicroLLMError: of class ``error``: no such file, too big, or not one JSON object.
+        MicroLLMError: of class ``error``: no such plain file, too big, or not one JSON object.
     """
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             data = file.read(max_bytes + 1)
     except OSError as problem:
         raise error(f"got no readable {path} ({problem.strerror}); need that file") from problem

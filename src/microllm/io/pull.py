@@ -22,6 +22,7 @@ from microllm.errors import CheckpointError, ModelNotFoundError, UnavailableErro
 from microllm.evidence.journal import write_atomic
 from microllm.io.checkpoint import check_tensors, open_checkpoint
 from microllm.io.demo import DEMO_NAMES, fetch_demo, import_demo
+from microllm.io.paths import expanded, open_plain
 from microllm.io.resolve import ModelSource, resolve_model
 
 MANIFEST_FILE = "microllm-manifest.json"
@@ -143,7 +144,7 @@ def pull(name: str, from_path: Path | str | None = None) -> Pulled:
     if entry.gguf_file:
         path = fetch_demo() if from_path is None else import_demo(from_path)
     elif from_path is not None:
-        path = Path(from_path).expanduser()
+        path = expanded(from_path)
     else:
         path = _in_hub_cache(entry)
     return Pulled(path, verify_model(entry.id, path))
@@ -170,7 +171,7 @@ def verify_model(entry_id: str, directory: Path | str) -> Manifest:
         CheckpointError: a count, a file or a digest is another than pinned, or than when the manifest was
             written; every one is named, with both values.
     """
-    entry, path = find_entry(entry_id), Path(directory).expanduser()
+    entry, path = find_entry(entry_id), expanded(directory)
     if entry.gguf_file and path.is_dir():
         path /= entry.gguf_file
     if not (path.is_file() if entry.gguf_file else path.is_dir()):
@@ -251,7 +252,8 @@ def _read_manifest(path: Path) -> Manifest | None:
     if not path.exists():
         return None
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        with open_plain(path) as file:
+            return Manifest.model_validate_json(file.read())
     except (OSError, ValidationError) as problem:
         raise CheckpointError(f"got {path}, which is no manifest ({problem}); mend or remove it") from problem
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 from microllm.errors import ModelNotFoundError
 from microllm.io.demo import DEMO_NAMES, fetch_demo
+from microllm.io.paths import expanded
 
 _NEED = "need 'demo', a directory with config.json, a .gguf file, or OWNER/NAME in the local Hugging Face cache"
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -42,9 +43,7 @@ def resolve_model(name: str, *, offline: bool = False) -> ModelSource:
     """
     if not name.strip():
         raise ModelNotFoundError(f"got an empty model name; {_NEED}")
-    path = Path(name)
-    with suppress(RuntimeError):  # "~nobody": no such home
-        path = path.expanduser()
+    path = expanded(name)
     try:
         if name.lower() in DEMO_NAMES:
             return ModelSource(DEMO_NAMES[0], fetch_demo(offline=offline), "gguf")
@@ -91,8 +90,8 @@ def _hub_dir() -> Path:
     """Return the local Hugging Face cache, by the variables that ``huggingface_hub`` reads."""
     cache, home, xdg = os.environ.get("HF_HUB_CACHE"), os.environ.get("HF_HOME"), os.environ.get("XDG_CACHE_HOME")
     if cache:
-        return Path(cache).expanduser()
-    return (Path(home) if home else Path(xdg or "~/.cache") / "huggingface").expanduser() / "hub"
+        return expanded(cache)
+    return expanded(home or Path(xdg or "~/.cache") / "huggingface") / "hub"
 
 
 def _cached_snapshot(name: str) -> Path | None:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from microllm.errors import CheckpointError
 from microllm.io.json_files import parse_json_object, read_json_object
+from microllm.io.paths import open_plain
 from microllm.io.tensor_source import TensorInfo
 
 MAX_HEADER_BYTES = 100_000_000
@@ -28,6 +29,7 @@ MAX_INDEX_BYTES = 100_000_000
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _COMPARE_BYTES = 1 << 20
+_MAX_DIMENSIONS = 64  # no model comes near; their product stays a number that can be printed
 
 DTYPES: dict[str, tuple[str, int]] = {
     "F64": ("float64", 8),
@@ -63,7 +65,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
@@ -96,8 +98,10 @@ def _checked_entry(name: str, entry: object, path: Path, start: int) -> StoredTe
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"got dtype {dtype!r:.40} for {where}; need one of {', '.join(DTYPES)}")
-    if not _are_sizes(shape):
-        raise CheckpointError(f"got shape {shape!r:.80} for {where}; need a list of whole numbers from 0")
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise CheckpointError(
+            f"got shape {shape!r:.80} for {where}; need a list of at most {_MAX_DIMENSIONS} whole numbers from 0"
+        )
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"got data_offsets {offsets!r:.80} for {where}; need [begin, end], begin <= end")
     torch_name, itemsize = DTYPES[dtype]
