@@ -323,6 +323,11 @@ def test_where_a_chat_template_lies(small: Callable[..., Path], files: Mapping[s
     assert directory(small(**files)).chat_template == default
 
 
+MODEL = '"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "decoder": {"type": "Fuse"}'
+PANIC_AT_LOAD = f'{{{MODEL}, "normalizer": {{"type": "Precompiled", "precompiled_charsmap": "AAAA"}}}}'
+PANIC_AT_USE = f"""{{{MODEL}, "post_processor": {{"type": "TemplateProcessing",
+    "single": [{{"SpecialToken": {{"id": "q", "type_id": 0}}}}], "pair": [], "special_tokens": {{}}}}}}"""
+NO_UNKNOWN = '{"model": {"type": "WordLevel", "vocab": {}, "unk_token": "x"}}'
 MERGED = {"tokenizer": None, "vocab": {"a": 0, "b": 1}, "merges": "#version: 0.2\n"}
 
 
@@ -332,6 +337,10 @@ MERGED = {"tokenizer": None, "vocab": {"a": 0, "b": 1}, "merges": "#version: 0.2
         ({"tokenizer": None}, r"got no tokenizer in .*need tokenizer\.json, or vocab\.json and merges\.txt"),
         ({"tokenizer": "{"}, r"got a damaged .*tokenizer\.json"),
         ({"tokenizer": '{"model": 1}'}, r"got a damaged .*tokenizer\.json"),
+        ({"tokenizer": PANIC_AT_LOAD}, r"got a damaged .*tokenizer\.json: Precompiled"),
+        ({"tokenizer_config": {"chat_template": 5}}, "chat_template .* is no text"),
+        ({"tokenizer_config": {"chat_template": [{"name": "x"}]}}, "chat_template .* is no text"),
+        ({"tokenizer_config": {"chat_template": {"default": None}}}, "chat_template .* is no text"),
         ({"tokenizer_config": "[1]"}, r"tokenizer_config\.json"),
         ({"tokenizer_config": "{nonsense"}, r"tokenizer_config\.json"),
         ({"tokenizer_config": {"eos_token": 3}}, "got 3 for a token"),
@@ -347,6 +356,21 @@ MERGED = {"tokenizer": None, "vocab": {"a": 0, "b": 1}, "merges": "#version: 0.2
 def test_damaged_directories(small: Callable[..., Path], files: Mapping[str, object], message: str):
     with pytest.raises(TextError, match=message):
         directory(small(**files))
+
+
+@pytest.mark.parametrize("content", [PANIC_AT_USE, NO_UNKNOWN])
+def test_a_tokenizer_that_fails_at_a_text(small: Callable[..., Path], content: str):
+    ours = directory(small(tokenizer=content, tokenizer_config={}))
+    with pytest.raises(TextError, match="got a tokenizer that fails on this text"):
+        ours.encode("a")
+
+
+def test_a_link_to_nowhere_is_a_damaged_file(small: Callable[..., Path]):
+    place = small()
+    (place / "tokenizer_config.json").unlink()
+    (place / "tokenizer_config.json").symlink_to("gone")
+    with pytest.raises(TextError, match=r"tokenizer_config\.json"):
+        directory(place)
 
 
 def test_gpt2_vocab_and_merges(small: Callable[..., Path]):

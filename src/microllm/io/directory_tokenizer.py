@@ -12,6 +12,7 @@ Sources: the tokenizers library's file format; the file names and keys that tran
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tokenizers import AddedToken, models, normalizers
 
 from microllm.errors import TextError
 from microllm.io.json_files import read_json_object
-from microllm.io.tokenizer_parts import TokenizerParts, byte_level_bpe, surround
+from microllm.io.tokenizer_parts import TokenizerParts, byte_level_bpe, library_errors, surround
 
 _MAX_JSON_BYTES = 64 * 2**20
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -62,10 +63,8 @@ def parts_from_directory(path: Path) -> TokenizerParts:
 def _backend(path: Path, config: Mapping[str, object]) -> tokenizers.Tokenizer:
     whole, vocab, merges = path / "tokenizer.json", path / "vocab.json", path / "merges.txt"
     if whole.is_file():
-        try:
+        with library_errors(f"got a damaged {whole}", "download it again"):
             return tokenizers.Tokenizer.from_file(str(whole))
-        except Exception as error:  # the library raises plain Exception
-            raise TextError(f"got a damaged {whole}: {error}; download it again") from error
     if not (vocab.is_file() and merges.is_file()):
         raise TextError(
             f"got no tokenizer in {path}; need tokenizer.json, or vocab.json and merges.txt; copy them there "
@@ -77,10 +76,8 @@ def _backend(path: Path, config: Mapping[str, object]) -> tokenizers.Tokenizer:
             f"got vocab.json and merges.txt with tokenizer_class {name} in {path}; need one of "
             f"{', '.join(_PRE_TOKENIZER_OF_CLASS)}, without add_prefix_space; add the model's tokenizer.json"
         )
-    try:
+    with library_errors(f"got damaged vocab.json or merges.txt in {path}", "download them again"):
         bpe = models.BPE.from_file(str(vocab), str(merges))
-    except Exception as error:  # the library raises plain Exception
-        raise TextError(f"got damaged vocab.json or merges.txt in {path}: {error}; download them again") from error
     backend = byte_level_bpe(bpe, _PRE_TOKENIZER_OF_CLASS[name])
     if name.startswith("Qwen2"):
         backend.normalizer = normalizers.NFC()
@@ -121,10 +118,11 @@ def _templates(path: Path, config: Mapping[str, object]) -> dict[str, str]:
         return {"default": _read_text(alone)} | {file.stem: _read_text(file) for file in named}
     value = config.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
     if isinstance(value, list):
-        value = {item["name"]: item["template"] for item in value if isinstance(item, Mapping)}
-    if isinstance(value, Mapping):
-        return {str(name): str(template) for name, template in value.items()}
-    return {"default": value} if isinstance(value, str) else {}
+        value = {item.get("name"): item.get("template") for item in value if isinstance(item, Mapping)}
+    templates = dict(value) if isinstance(value, Mapping) else {"default": value} if value else {}
+    if not all(isinstance(part, str) for pair in templates.items() for part in pair):
+        raise TextError(f"got a chat_template in {path} that is no text; need one text, or texts by name")
+    return templates
 
 
 def _token_text(token: object) -> str:
@@ -144,4 +142,4 @@ def _read_text(path: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, object]:
     """Return the object in a JSON file, empty when there is no such file."""
-    return read_json_object(path, _MAX_JSON_BYTES, TextError) if path.is_file() else {}
+    return read_json_object(path, _MAX_JSON_BYTES, TextError) if os.path.lexists(path) else {}

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, models, pre_tokenizers
 
 from microllm.errors import TextError
 from microllm.io.text_stream import BYTE_ALPHABET
-from microllm.io.tokenizer_parts import TokenizerParts, byte_level_bpe, surround
+from microllm.io.tokenizer_parts import TokenizerParts, byte_level_bpe, library_errors, surround
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # token types; 1 is an ordinary token
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
@@ -89,10 +89,8 @@ def _bpe(metadata: Mapping[str, object], known: Mapping[int, str], *, ignore_mer
         if not (left and space and right):
             raise TextError(f"got merge {index} {merge!r}; need two tokens with a space between; {_INSTEAD}")
         merges.append((left, right))
-    try:
+    with library_errors("got tokenizer.ggml.merges that do not fit the tokens", _INSTEAD):
         return models.BPE(vocab=vocab, merges=merges, ignore_merges=ignore_merges)
-    except Exception as error:  # the library raises plain Exception, e.g. for a merge of unknown tokens
-        raise TextError(f"got tokenizer.ggml.merges that do not fit the tokens: {error}; {_INSTEAD}") from error
 
 
 def _list(metadata: Mapping[str, object], key: str, item_type: type[T]) -> list[T]:

@@ -23,7 +23,7 @@ from microllm.io.gguf import GGUFSource
 from microllm.io.gguf_tokenizer import parts_from_gguf
 from microllm.io.resolve import ModelSource
 from microllm.io.text_stream import BYTE_TOKEN, ByteTextStream, PieceTextStream, TextStream, bytes_of_piece
-from microllm.io.tokenizer_parts import TokenizerParts
+from microllm.io.tokenizer_parts import TokenizerParts, library_errors
 
 _PIECE_DECODERS = {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}
 
@@ -74,7 +74,7 @@ class Tokenizer:
         ``parse_special=False`` reads ``<|im_end|>`` and its like as plain characters: use it for text from
         people who must not be able to write control tokens.
 
-        Raises: ``TextError`` for a lone surrogate, which no encoding of text has.
+        Raises: ``TextError`` for a lone surrogate, which no encoding of text has, and where the tokenizer itself fails.
         """
         if not isinstance(text, str):
             raise TextError(f"got a text of type {type(text).__name__}; need str; decode it first")
@@ -86,7 +86,8 @@ class Tokenizer:
                 "need valid Unicode; remove it, or decode its bytes with errors='replace'"
             ) from error
         backend = self._backend if parse_special else self._plain_backend
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with library_errors("got a tokenizer that fails on this text", "take its files from the model's authors again"):
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids the tokenizer does not know are skipped, broken UTF-8 is U+FFFD."""

@@ -9,7 +9,8 @@ whose names GGUF files use; the tokenizers library's documentation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import tokenizers
@@ -46,6 +47,20 @@ class TokenizerParts:
     roles: Mapping[str, str] = field(default_factory=dict)
     eos_ids: frozenset[int] = frozenset()
     templates: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def library_errors(got: str, remedy: str) -> Iterator[None]:
+    """Turn what the tokenizers library throws at damaged files into a ``TextError``.
+
+    It raises plain ``Exception``, and where its Rust code panics a class of its own that is no ``Exception``.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TextError(f"{got}: {error}; {remedy}") from error
 
 
 def byte_level_bpe(bpe: models.BPE, pre: str) -> tokenizers.Tokenizer:
