@@ -52,6 +52,13 @@ class RopeConfig:
                 raise ConfigError(
                     f"got llama3 rope factors low {self.low_freq_factor}, high {self.high_freq_factor}; need low < high"
                 )
+        if self.kind == "yarn":
+            if self.theta <= 1:
+                raise ConfigError(f"got yarn rope theta={self.theta}; need above 1, so that waves grow longer")
+            for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+                value, low = getattr(self, name), 1e-3 if name.startswith("beta") else 0
+                if value is not None and not low <= value <= 1e6:
+                    raise ConfigError(f"got yarn rope {name}={value}; need a number from {low} to 1e6")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,3 +78,10 @@ def test_asking_for_qwen2_in_float16_warns_whatever_the_file_holds(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_model(checkpoint, dtype=torch.bfloat16)
+
+
+def test_sizes_that_no_machine_holds_are_compared_before_they_are_used(tmp_path):
+    _, checkpoint = saved(tmp_path)
+    huge = dict.fromkeys(("vocab_size", "hidden_size", "head_dim", "intermediate_size"), 2**31 - 2)
+    with pytest.raises(LoadError, match="need \\[2147483646, 2147483646\\]"):
+        load_model(replace(checkpoint, config=replace(checkpoint.config, **huge)))

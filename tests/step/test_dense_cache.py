@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from microllm.config import preset
-from microllm.errors import RequestError
+from microllm.errors import RequestError, UnavailableError
 from microllm.step import DenseCache
 
 
@@ -58,3 +58,9 @@ def test_rows_are_copied_moved_and_left_out():
     assert cache.num_bytes == 5 * 8 * config.kv_bytes_per_token("float32")
     with pytest.raises(AssertionError, match="more rows"):
         cache.take([0] * 6)
+
+
+@pytest.mark.parametrize("capacity", [1 << 50, 1 << 62])  # more than there is; more than can be counted
+def test_a_cache_that_no_memory_holds_is_refused_with_its_size(capacity):
+    with pytest.raises(UnavailableError, match=rf"2 rows of {capacity} tokens.*lower max_tokens"):
+        DenseCache(preset("tiny"), 2, capacity)

@@ -34,8 +34,9 @@ def load_model(
     weight_dtype: torch.dtype = getattr(torch, config.dtype) if dtype is None else dtype
     if (asked := str(weight_dtype).removeprefix("torch.")) != config.dtype:  # the readers warn of the file's own
         warn_of_overflow(config.family, asked)
+    weights = read_tensors(checkpoint, config.parameter_shapes())  # judged before absurd sizes are used
     model = Transformer(config, dtype=weight_dtype, device="meta")
-    for name, tensor in read_tensors(checkpoint, config.parameter_shapes()):
+    for name, tensor in weights:
         path, _, leaf = name.rpartition(".")
         parameter = nn.Parameter(tensor.to(device=device, dtype=weight_dtype), requires_grad=False)
         setattr(model.get_submodule(path), leaf, parameter)

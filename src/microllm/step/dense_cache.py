@@ -7,6 +7,7 @@ Axes:    B = rows, C = capacity in tokens, G = KV heads, D = head dim, T = new t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from microllm import ops
 from microllm.config import ModelConfig
-from microllm.errors import RequestError
+from microllm.errors import RequestError, UnavailableError
 
 
 class DenseCache:
@@ -33,8 +34,15 @@ class DenseCache:
         if num_rows < 1 or capacity < 1:
             raise RequestError(f"got {num_rows} rows, capacity {capacity}; need both at least 1")
         shape = (config.num_hidden_layers, num_rows, capacity, config.num_key_value_heads, config.head_dim)
-        self._all_keys = self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self._all_values = self.values = torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            self._all_keys = self.keys = torch.zeros(shape, dtype=dtype, device=device)
+            self._all_values = self.values = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as error:  # torch's own out-of-memory error is one of them
+            num_bytes = 2 * math.prod(shape) * dtype.itemsize
+            raise UnavailableError(
+                f"got no memory on {device} for a cache of {num_bytes:,} bytes ({num_rows} rows of {capacity} tokens); "
+                "need that much free; lower max_tokens, n or the number of prompts"
+            ) from error
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.num_rows, self.capacity = num_rows, capacity
         self._filled = 0
