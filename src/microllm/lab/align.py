@@ -227,7 +227,7 @@ class _Work:
             self._compare_greedy(model, dtype)
 
     def _record_reference(self, model: Transformer) -> None:
-        _require_matched(model, self.twin, torch.float32)
+        _require_matched(model, self.twin)
         self.num_layers = model.config.num_hidden_layers
         num_tokens, most = self.ids_BT.shape[1] + self._num_greedy, model.config.max_position_embeddings
         low, high = int(self.ids_BT.min()), int(self.ids_BT.max())
@@ -301,10 +301,10 @@ def _token_ids(config: AlignConfig, source: ModelSource) -> list[int]:
     return ids[:wanted]
 
 
-def _require_matched(model: Transformer, twin: nn.Module, dtype: torch.dtype) -> None:
-    """Refuse a twin with other parameters, or in another dtype: its work would not be ours."""
+def _require_matched(model: Transformer, twin: nn.Module) -> None:
+    """Refuse a twin with other parameters, or one that is not in fp32: its work would not be ours."""
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    ours = {name: (tuple(p.shape), dtype) for name, p in model.named_parameters()}
+    ours = {name: (tuple(p.shape), torch.float32) for name, p in model.named_parameters()}
     theirs = {site_name(name): (tuple(p.shape), p.dtype) for name, p in twin.named_parameters()}
     differ = sorted(name for name in (ours.keys() | theirs.keys()) - tied if ours.get(name) != theirs.get(name))
     if differ:

@@ -22,7 +22,6 @@ Dtype = Literal["fp32", "bf16"]
 Mode = Literal["free", "teacher"]
 _DRAWN = site_matcher(("embed_tokens", "layers.*", "norm", ROOT))
 _FLOOR = 1e-9  # smallest error drawn
-_COLORS = {True: "tab:green", False: "tab:red"}
 _MODES = {"free": "free run", "teacher": "blocks fed the reference's input"}
 
 
@@ -62,8 +61,8 @@ class AlignRun(Record):
     @property
     def share_of_limit(self) -> float:
         """Return the largest error of a site as a share of its limit."""
-        rows = (row for row in self.comparison.rows if row.error is not None)
-        return max((row.error.row_relative_l2 / row.relative_l2_limit for row in rows if row.error), default=0.0)
+        pairs = ((row.error, row.relative_l2_limit) for row in self.comparison.rows)
+        return max((error.row_relative_l2 / limit for error, limit in pairs if error is not None), default=0.0)
 
 
 class GreedyCheck(Record):
@@ -248,7 +247,7 @@ def draw_layers(report: AlignReport, path: Path) -> None:
         axes.annotate(f" first at fault:\n {report.fault.seen_at}", (place, 2 * _FLOOR), color="tab:red")
     axes.set_xticks(range(len(names)), names, fontsize=8, rotation=90 if len(names) > 20 else 0)
     axes.set(yscale="log", ylim=(_FLOOR, None), xlabel="layer", ylabel="relative L2 error, mean over tokens")
-    axes.set_title("\n".join(textwrap.wrap(report.verdict, 130)), fontsize=9, color=_COLORS[report.passed])
+    axes.set_title("\n".join(textwrap.wrap(report.verdict, 130)), fontsize=9, color="tab:green" if report.passed else "tab:red")
     axes.grid(visible=True, axis="y", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=110)
