@@ -3,8 +3,10 @@
 import json
 import math
 import threading
+import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -194,6 +196,34 @@ def test_an_interrupt_ends_the_stream_as_cancelled(llm, monkeypatch):
     assert llm.generate("the cat", SAMPLED).finish_reason == "length"
 
 
+def test_another_thread_may_read_and_close_a_stream(llm, monkeypatch):
+    inside, errors = threading.Event(), []
+    forward = type(llm.model).forward
+
+    def slow(*args, **options):
+        inside.set()
+        time.sleep(0.02)
+        return forward(*args, **options)
+
+    def read():
+        try:
+            list(stream)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the test names it)
+            errors.append(error)
+
+    monkeypatch.setattr(type(llm.model), "forward", slow)
+    stream = llm.stream("the cat", SAMPLED)
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    assert inside.wait(10)
+    stream.close()
+    for reader in readers:
+        reader.join()
+    assert errors == []
+    assert stream.completion.finish_reason == "cancelled"
+
+
 def test_calls_inside_a_stream_and_from_threads_do_not_disturb_each_other(llm, prompts):
     expected = [llm.generate(p, SAMPLED).token_ids for p in prompts]
     stream = llm.stream(prompts[0], SAMPLED)
@@ -298,11 +328,30 @@ def test_logits_may_be_of_the_last_token_alone(llm):
         ([5, -1], r"got token ids \[-1\]"),
         ([5, 1.5], "need text or ids"),
         ([5, "a"], "need text or ids"),
+        ([True, False], "need text or ids"),
+        (b"text", "got a prompt of bytes: .*; need text or ids"),
+        ({5: 6}, "got a prompt of dict"),
+        ({5, 6}, "got a prompt of set"),
+        (5, "got a prompt of int"),
+        (None, "got a prompt of NoneType"),
     ],
 )
 def test_bad_prompts_are_refused(llm, call, prompt, words):
     with pytest.raises(RequestError, match=words):
         getattr(llm, call)(prompt)
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+@pytest.mark.parametrize("params", [{}, {"max_tokens": 3}, "greedy"])
+def test_parameters_of_another_type_are_refused(llm, call, params):
+    with pytest.raises(RequestError, match=r"got params of type (dict|str); need SamplingParams"):
+        getattr(llm, call)("x", params)
+
+
+def test_arrays_and_tensors_of_ids_are_prompts(llm):
+    want = llm.generate([5, 6, 7], SAMPLED).token_ids
+    assert llm.generate(np.array([5, 6, 7]), SAMPLED).token_ids == want
+    assert llm.generate(torch.tensor([[5, 6, 7]]), SAMPLED)[0].token_ids == want
 
 
 def test_a_prompt_must_leave_room_for_one_token(llm):
@@ -343,6 +392,14 @@ def test_a_completion_is_plain_data(llm):
     assert data["timings"]["ttft_ms"] > 0
 
 
+def test_numbers_that_are_not_finite_are_null_in_json_and_no_score(spoiled):
+    data = spoiled.generate("a!b", replace(SAMPLED, prompt_logprobs=1)).to_dict()
+    assert data["finish_reason"] == "error"
+    assert json.loads(json.dumps(data, allow_nan=False))["prompt_logprobs"][-1]["logprob"] is None
+    with pytest.raises(RequestError, match=r"got non-finite logits at token \d of a text"):
+        spoiled.score("a!b")
+
+
 def test_times_count_the_tokens_that_cost_a_step(llm, monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(sequence_module.time, "perf_counter", lambda: next(clock))
@@ -372,13 +429,18 @@ def test_the_checkpoints_defaults_apply_only_when_passed(llm):
         ({"device": "tpu"}, ConfigError, "got device 'tpu'; need auto, cpu, cuda or cuda:N"),
         ({"device": "cuda:x"}, ConfigError, "got device 'cuda:x'"),
         ({"device": "cuda:99"}, UnavailableError, "got device 'cuda:99'; torch .* sees"),
+        ({"device": None}, ConfigError, "got device None"),
+        ({"device": torch.device("cpu")}, ConfigError, r"got device device\(type='cpu'\)"),
+        ({"device": "cuda:" + "9" * 5000}, ConfigError, "got device 'cuda:999"),
+        ({"precision": ["fp32"]}, ConfigError, r"got precision \['fp32'\]"),
+        ({"name": None}, ModelNotFoundError, "got a model name of type NoneType"),
         ({"precision": "int3"}, ConfigError, "got precision 'int3'; need auto or one of fp32, bf16, fp16"),
         ({}, ModelNotFoundError, "no-such-model"),
     ],
 )
 def test_load_refuses_what_cannot_be(options, error, words):
     with pytest.raises(error, match=words):
-        microllm.load("no-such-model", **options)
+        microllm.load(**({"name": "no-such-model"} | options))
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("auto", torch.float32), ("bf16", torch.bfloat16)])

@@ -5,6 +5,7 @@ Place: made by ``sequence.py`` and ``llm.py``, printed by the commands and sent 
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -50,8 +51,8 @@ class Completion:
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the completion as plain data that ``json.dumps`` takes."""
-        return asdict(self)
+        """Return the completion as plain data that JSON can hold: a number that is not finite becomes None."""
+        return {name: _finite(value) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,3 +79,11 @@ class Score:
     sum_logprob: float
     num_tokens: int
     perplexity: float | None
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401  (whatever a record holds)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 import secrets
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from numbers import Integral
@@ -16,14 +18,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, cast, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from microllm.config import DtypeName, ModelConfig
-from microllm.errors import ConfigError, RequestError, UnavailableError
+from microllm.errors import ConfigError, ModelNotFoundError, RequestError, UnavailableError
 from microllm.inference.completion import Completion, Score, StreamPiece
 from microllm.inference.generator import generate_tokens, new_cache, prefill
-from microllm.inference.sequence import GeneratedSequence
+from microllm.inference.sequence import IF_NOT_FINITE, GeneratedSequence
 from microllm.model import Transformer, load_model
 from microllm.sampling import SamplingParams
 
@@ -54,8 +57,10 @@ def load(name: str | Path, *, device: str = "auto", precision: str = "auto") -> 
     from microllm.io.resolve import resolve_model  # noqa: PLC0415
     from microllm.io.tokenizer import load_tokenizer  # noqa: PLC0415
 
+    if not isinstance(name, str | Path):
+        raise ModelNotFoundError(f"got a model name of type {type(name).__name__}; need text or a Path")
     place = choose_device(device)
-    if precision != "auto" and precision not in PRECISIONS:
+    if precision not in ("auto", *PRECISIONS):
         raise ConfigError(f"got precision {precision!r}; need auto or one of {', '.join(PRECISIONS)}")
     source = resolve_model(str(name))
     checkpoint = open_checkpoint(source)
@@ -72,11 +77,11 @@ def choose_device(device: str) -> torch.device:
         ConfigError: the name is none of "auto", "cpu", "cuda", "cuda:N".
         UnavailableError: this machine, or this build of torch, has no such GPU.
     """
-    num_gpus = torch.cuda.device_count() if device == "auto" or device.startswith("cuda") else 0
+    kind, _, index = device.partition(":") if isinstance(device, str) else ("", "", "")
+    num_gpus = torch.cuda.device_count() if kind in ("auto", "cuda") else 0
     if device in ("auto", "cpu"):
         return torch.device("cuda:0" if num_gpus else "cpu")
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or (":" in device and not (index.isascii() and index.isdigit())):
+    if kind != "cuda" or (":" in device and not re.fullmatch("[0-9]{1,4}", index)):
         raise ConfigError(f"got device {device!r}; need auto, cpu, cuda or cuda:N")
     if int(index or 0) >= num_gpus:
         build = torch.version.cuda or "no CUDA support"
@@ -138,7 +143,7 @@ class LLM:
             RequestError: a prompt is empty, too long or has unknown ids; a token id in the parameters is unknown;
                 one prompt alone with n above 1.
         """
-        params = params or SamplingParams()
+        params = _checked_params(params)
         batch, is_one = _as_batch(prompts)
         sequences = self._sequences(batch, _one_choice(params) if is_one else params)
         for start in range(0, len(sequences), MAX_ROWS):
@@ -153,7 +158,7 @@ class LLM:
         Raises:
             RequestError: as ``generate``, at once and not at the first piece.
         """
-        (sequence,) = self._sequences([prompt], _one_choice(params or SamplingParams()))
+        (sequence,) = self._sequences([prompt], _one_choice(_checked_params(params)))
         return CompletionStream(self.model, sequence)
 
     @overload
@@ -200,7 +205,7 @@ class LLM:
         Numbers: log-softmax in fp32 of the model's logits; the prompt runs in chunks, so that logits of a long text are
                  never held at once
         Raises:
-            RequestError: a text is empty, longer than the context, or has unknown ids.
+            RequestError: a text is empty, longer than the context, or has unknown ids; its logits are not finite.
         """
         batch, is_one = _as_batch(texts)
         prompts = [self._prompt_ids(text, self.config.max_position_embeddings) for text in batch]
@@ -210,6 +215,9 @@ class LLM:
     def _score(self, ids: tuple[int, ...]) -> Score:
         _, (entries,) = prefill(self.model, [ids], new_cache(self.model, 1, len(ids)), num_top=0)
         logprobs = tuple(entry and entry.logprob for entry in entries)
+        spoiled = next((i for i, x in enumerate(logprobs) if x is not None and not math.isfinite(x)), None)
+        if spoiled is not None:
+            raise RequestError(f"got non-finite logits at token {spoiled} of a text; need finite ones; {IF_NOT_FINITE}")
         total, count = math.fsum(x for x in logprobs if x is not None), len(ids) - 1
         loss = -total / count if count else math.nan
         perplexity = None if not count else math.exp(loss) if loss < 700 else math.inf
@@ -243,6 +251,8 @@ class LLM:
             ids = tuple(self.tokenizer.encode(prompt))
         else:
             try:
+                if not _is_list(prompt) or any(isinstance(token, bool) for token in prompt):
+                    raise TypeError("no list of whole numbers")
                 ids = tuple(operator.index(token) for token in prompt)
             except TypeError as error:
                 raise RequestError(f"got a prompt of {type(prompt).__name__}: {error}; need text or ids") from error
@@ -265,17 +275,22 @@ class LLM:
 
 
 class CompletionStream(Iterator[StreamPiece]):
-    """The pieces of one completion, as they come; a context manager that cancels what is left."""
+    """The pieces of one completion, as they come; a context manager that cancels what is left.
+
+    Another thread may close it: that waits for the step that runs, if any.
+    """
 
     def __init__(self, model: Transformer, sequence: GeneratedSequence) -> None:
         self._sequence = sequence
         self._steps = generate_tokens(model, [sequence])
+        self._lock = threading.RLock()
 
     def __next__(self) -> StreamPiece:
-        if self._sequence.finish_reason is not None:
-            raise StopIteration
-        next(self._steps)
-        return self._sequence.piece()
+        with self._lock:
+            if self._sequence.finish_reason is not None:
+                raise StopIteration
+            next(self._steps)
+            return self._sequence.piece()
 
     def __enter__(self) -> CompletionStream:
         return self
@@ -287,8 +302,9 @@ class CompletionStream(Iterator[StreamPiece]):
 
     def close(self) -> None:
         """End the sequence as "cancelled" if it still runs; its cache goes at once. May be called again."""
-        self._steps.close()
-        self._sequence.finish("cancelled")
+        with self._lock:
+            self._steps.close()
+            self._sequence.finish("cancelled")
 
     @property
     def completion(self) -> Completion:
@@ -304,9 +320,23 @@ class CompletionStream(Iterator[StreamPiece]):
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[Sequence[Prompt], bool]:
     """Return prompts as a list, and whether it was one alone: a text, or a list of numbers."""
-    if isinstance(prompts, str) or len(prompts) == 0 or isinstance(prompts[0], Integral):
+    if not _is_list(prompts) or isinstance(prompts, str) or len(prompts) == 0 or isinstance(prompts[0], Integral):
         return [cast("Prompt", prompts)], True
     return cast("Sequence[Prompt]", prompts), False
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence | np.ndarray | Tensor) and not isinstance(value, bytes | bytearray | memoryview)
+
+
+def _checked_params(params: SamplingParams | None) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise RequestError(
+            f"got params of type {type(params).__name__}; need SamplingParams; SamplingParams.from_dict() takes a dict"
+        )
+    return params
 
 
 def _one_choice(params: SamplingParams) -> SamplingParams:

@@ -17,6 +17,8 @@ from microllm.sampling import Sampler, SamplingParams, StopChecker, TokenLogprob
 if TYPE_CHECKING:
     from microllm.io.tokenizer import Tokenizer
 
+IF_NOT_FINITE = "try precision='fp32', and look for the layer with microllm align"
+
 
 class GeneratedSequence:
     """A prompt and what has been generated after it.
@@ -59,7 +61,7 @@ class GeneratedSequence:
         if token_id < 0:
             self._error = (
                 f"got non-finite logits at step {len(self._token_ids)} (position {self.sampler.position}); "
-                "need finite ones; try precision='fp32', and look for the layer with microllm align"
+                f"need finite ones; {IF_NOT_FINITE}"
             )
             self.finish("error")
             return
