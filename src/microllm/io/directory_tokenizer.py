@@ -119,8 +119,9 @@ def _templates(path: Path, config: Mapping[str, object]) -> dict[str, str]:
     value = config.get("chat_template") or _read_json(path / "chat_template.json").get("chat_template")
     if isinstance(value, list):
         value = {item.get("name"): item.get("template") for item in value if isinstance(item, Mapping)}
-    templates = dict(value) if isinstance(value, Mapping) else {"default": value} if value else {}
-    if not all(isinstance(part, str) for pair in templates.items() for part in pair):
+    given = value if isinstance(value, Mapping) else {"default": value} if value else {}
+    templates = {name: text for name, text in given.items() if isinstance(name, str) and isinstance(text, str)}
+    if len(templates) != len(given):
         raise TextError(f"got a chat_template in {path} that is no text; need one text, or texts by name")
     return templates
 
