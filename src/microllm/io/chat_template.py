@@ -30,6 +30,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from microllm.errors import TextError
 
+Messages = Sequence[Mapping[str, object]]
+Tools = Sequence[Mapping[str, object]] | None
+Values = Mapping[str, object] | None
+
 MAX_RENDER_SECONDS = 10.0
 MAX_RENDER_CHARS = 16 * 2**20
 MAX_REPEATED_ITEMS = 10**6
@@ -66,12 +70,7 @@ class ChatTemplate:
             raise TextError(f"got a chat template that does not compile: {error}; {_INSTEAD}") from error
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        variables: Mapping[str, object] | None = None,
+        self, messages: Messages, *, add_generation_prompt: bool = True, tools: Tools = None, variables: Values = None
     ) -> str:
         """Return the prompt text for a conversation.
 
@@ -108,7 +107,7 @@ class ChatTemplate:
             _deadline.reset(token)
 
 
-def check_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+def check_messages(messages: Messages) -> list[dict[str, object]]:
     """Return the messages as plain data; a key whose value is None is dropped.
 
     Raises: ``TextError`` naming the message and what it holds.

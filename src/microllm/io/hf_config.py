@@ -19,13 +19,7 @@ from microllm.config import DTYPE_BYTES, DtypeName, Family, ModelConfig, RopeCon
 from microllm.errors import ConfigError, UnsupportedModelError
 
 MAX_CONFIG_BYTES = 1 << 20
-_MOE = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-)
+_MOE = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 _MLA = ("kv_lora_rank", "q_lora_rank")
 
 
@@ -274,14 +268,7 @@ def _parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeCon
         kind=kind,
         factor=factor,
         original_context=None if kind == "linear" else original,
-        low_freq_factor=rope.low_freq_factor or 1.0,
-        high_freq_factor=rope.high_freq_factor or 4.0,
-        beta_fast=rope.beta_fast or 32.0,
-        beta_slow=rope.beta_slow or 1.0,
-        attention_factor=rope.attention_factor,
-        mscale=rope.mscale,
-        mscale_all_dim=rope.mscale_all_dim,
-        truncate=rope.truncate,
+        **rope.model_dump(include={*_LLAMA3_KEYS[1:], *_YARN_KEYS}, exclude_none=True),
     )
 
 

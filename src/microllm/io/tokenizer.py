@@ -17,7 +17,7 @@ import tokenizers
 import torch
 
 from microllm.errors import TextError
-from microllm.io.chat_template import ChatTemplate
+from microllm.io.chat_template import ChatTemplate, Messages, Tools, Values
 from microllm.io.directory_tokenizer import parts_from_directory
 from microllm.io.gguf import GGUFSource
 from microllm.io.gguf_tokenizer import parts_from_gguf
@@ -130,12 +130,7 @@ class Tokenizer:
         return torch.tensor([known(token_id) is not None for token_id in range(vocab_size)])
 
     def render_chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        variables: Mapping[str, object] | None = None,
+        self, messages: Messages, *, add_generation_prompt: bool = True, tools: Tools = None, variables: Values = None
     ) -> str:
         """Return the prompt text that the chat template makes of a conversation.
 
@@ -158,12 +153,7 @@ class Tokenizer:
         )
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        variables: Mapping[str, object] | None = None,
+        self, messages: Messages, *, add_generation_prompt: bool = True, tools: Tools = None, variables: Values = None
     ) -> list[int]:
         """Return the token ids of a rendered conversation; BOS is there once, where the template writes it.
 

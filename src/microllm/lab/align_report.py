@@ -247,7 +247,8 @@ def draw_layers(report: AlignReport, path: Path) -> None:
         axes.annotate(f" first at fault:\n {report.fault.seen_at}", (place, 2 * _FLOOR), color="tab:red")
     axes.set_xticks(range(len(names)), names, fontsize=8, rotation=90 if len(names) > 20 else 0)
     axes.set(yscale="log", ylim=(_FLOOR, None), xlabel="layer", ylabel="relative L2 error, mean over tokens")
-    axes.set_title("\n".join(textwrap.wrap(report.verdict, 130)), fontsize=9, color="tab:green" if report.passed else "tab:red")
+    color = "tab:green" if report.passed else "tab:red"
+    axes.set_title("\n".join(textwrap.wrap(report.verdict, 130)), fontsize=9, color=color)
     axes.grid(visible=True, axis="y", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=110)
