@@ -271,3 +271,30 @@ def test_a_reader_that_leaves_early_is_no_error():
 def test_a_reader_that_never_reads_is_no_error(words):
     command = f"{sys.executable} -m microllm {words} | true"
     assert subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "complaint"),
+    [
+        ("inspect --model {tiny} > /dev/full", 2, "No space left on device"),
+        ("inspect --model {tiny} --json > /dev/full", 2, "No space left on device"),
+        ("inspect --model {tiny} --json >&-", 0, ""),
+        ("generate --model {tiny} --prompt - <&-", 2, "got an empty prompt"),
+        ("chat --model {tiny} <&- > /dev/null", 0, ""),
+    ],
+)
+def test_full_disks_and_closed_streams_end_in_one_line(tiny, words, status, complaint):
+    command = f"{sys.executable} -m microllm {words.format(tiny=tiny)}"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == status
+    assert complaint in run.stderr
+    assert run.stderr.count("\n") == bool(complaint)
+
+
+@pytest.mark.parametrize("words", ["doctor", "generate --model {tiny} --prompt x --seed 1"])
+def test_an_output_without_a_character_shows_a_question_mark(tiny, words):
+    command = [sys.executable, "-m", "microllm", *words.format(tiny=tiny).split()]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    run = subprocess.run(command, capture_output=True, timeout=120, check=True, env=environment)
+    assert b"?" in run.stdout
+    assert b"Traceback" not in run.stderr

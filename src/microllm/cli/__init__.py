@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
+import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import tyro
@@ -45,6 +47,7 @@ def command_class(name: str) -> Any:  # noqa: ANN401 - dataclasses with nothing 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    _prepare_streams()
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
@@ -56,9 +59,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nmicrollm: stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError as error:
+        with suppress(OSError):  # what is left in the buffer would fail again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 0
+        print(f"microllm: got {error}; need files and an output that can be used; free or name others", file=sys.stderr)
+        return 2
+
+
+def _prepare_streams() -> None:
+    """Stand in for closed streams, and let a terminal that lacks a character show "?" for it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _run(words: list[str]) -> int:
