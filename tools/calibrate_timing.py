@@ -4,7 +4,7 @@
     python tools/calibrate_timing.py --device cuda --runs 3 --share --pairs 4   5 minutes
 
 By default ten A/A sessions and five planted ones. A session is 6 fresh processes (12 where 6 leave it open); the
-workload is 100 equal matrix products, and a planted slowdown is one product more: 1 % more work. The record, one JSON
+workload is 100 equal units, and a planted slowdown is one unit more: 1 % more work. The record, one JSON
 line, holds the process SD that the lab's verdicts read. ``--share`` lets each process serve all sessions. Needs torch
 and numpy only. Exits with 1 if a session of equal arms was kept or a planted slowdown was missed.
 """
@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,21 +30,34 @@ from microllm.evidence.timing import QUICK, Action, TimingConfig, time_pairs
 from microllm.evidence.verdict import MAX_PROCESS_SD, Measured, Verdict, judge
 
 UNITS = 100
-SIZES = {"cpu": (192, 192, torch.float32), "cuda": (8192, 1, torch.bfloat16)}
-"""Rows, columns and dtype of a product; on a GPU one that reads memory, for large ones move with the power limit."""
 
 
-def build(device: str, units: int) -> Action:
-    """Return a callable that does ``units`` equal products."""
-    rows, columns, dtype = SIZES[torch.device(device).type]
-    left = torch.randn(rows, rows, device=device).to(dtype)
-    right, out = (torch.randn(rows, columns, device=device).to(dtype) for _ in range(2))
+def build(device: str) -> Callable[[int], Action]:
+    """Return what makes an arm of so many equal units of work; all arms work on the same memory.
 
-    def work() -> None:
-        for _ in range(units):
+    A unit is a matrix product on a CPU. On a GPU it is a pass over memory far larger than its cache: the clock of
+    large products moves with the power limit, and what a cache holds depends on where a buffer happens to lie.
+    """
+    if torch.device(device).type == "cuda":
+        source = torch.randn(1 << 27, device=device).to(torch.bfloat16)
+        target = torch.empty_like(source)
+
+        def unit() -> None:
+            torch.neg(source, out=target)
+    else:
+        left, right, out = (torch.randn(192, 192) for _ in range(3))
+
+        def unit() -> None:
             torch.mm(left, right, out=out)
 
-    return work
+    def arm(units: int) -> Action:
+        def work() -> None:
+            for _ in range(units):
+                unit()
+
+        return work
+
+    return arm
 
 
 def work_in_process(options: argparse.Namespace) -> None:
@@ -52,13 +66,14 @@ def work_in_process(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     config = QUICK if options.quick else TimingConfig(pairs=options.pairs, round_s=options.round_s)
     config = replace(config, control_pairs=0)  # the sessions are the control
+    arm = build(options.device)
     found = []
     for kind, seed in json.loads(options.worker):
         deadline = time.monotonic() + options.wait_s
         while (preflight := check_machine(options.device)).problems and time.monotonic() < deadline:
             time.sleep(2.0)
-        arms = [build(options.device, units) for units in (UNITS, UNITS + (kind == "planted"))]
-        timed = time_pairs(arms[0], arms[1], device=options.device, config=replace(config, seed=seed))
+        baseline, candidate = (arm(units) for units in (UNITS, UNITS + (kind == "planted")))
+        timed = time_pairs(baseline, candidate, device=options.device, config=replace(config, seed=seed))
         found.append({"median": timed.median, "problems": [*preflight.problems, *timed.problems]})
     environment = asdict(capture_environment(options.device, command=()))
     print(json.dumps({"found": found, "environment": environment}))

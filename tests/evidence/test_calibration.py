@@ -28,8 +28,8 @@ def tool():
 
 def test_a_process_times_equal_arms_and_planted_work(tool, monkeypatch, capsys):
     calls = []
-    build = tool.build
-    monkeypatch.setattr(tool, "build", lambda device, units: calls.append(units) or build(device, units))
+    arm = tool.build("cpu")
+    monkeypatch.setattr(tool, "build", lambda device: lambda units: calls.append(units) or arm(units))
     threads = torch.get_num_threads()
     worker = json.dumps([["aa", 1], ["planted", 2]])
     monkeypatch.setattr(sys, "argv", [str(TOOL), "--quick", "--wait-s", "0", "--worker", worker])

@@ -131,7 +131,7 @@ def memory_ledger() -> Iterator[MemoryLedger]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     _open.append(ledger)
     try:
-        with profile(activities=activities, profile_memory=True, record_shapes=True) as profiler:
+        with profile(activities=activities, profile_memory=True, record_shapes=True, acc_events=True) as profiler:
             if cuda:
                 torch.zeros(1, device="cuda")  # a sign of life: no device event at all means no device tracing
                 torch.cuda.synchronize()

@@ -206,7 +206,8 @@ def _time(work: Work, steps: int, *, cuda: bool) -> float:
 
 def _record(work: Work, steps: int, *, cuda: bool) -> tuple[float, Any]:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities) as profiler, _RecordFunctionFast(REGION):
+    # acc_events: without it torch 2.11 warns of events that a second cycle would lose; there is one
+    with profile(activities=activities, acc_events=True) as profiler, _RecordFunctionFast(REGION):
         wall_ms = _time(work, steps, cuda=cuda)
     assert profiler.profiler is not None
     return wall_ms, profiler.profiler.kineto_results
