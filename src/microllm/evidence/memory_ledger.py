@@ -252,6 +252,6 @@ def _copies(host: list[_Seen], on_device: list[Event]) -> Iterator[tuple[str, st
 
 
 def _destination_bytes(copy: Event) -> int:
-    shape = copy.structured_input_shapes()[0]
+    shape = getattr(copy, "structured_input_shapes", copy.shapes)()[0]  # torch 2.11 has no shapes of tensor lists
     shapes = shape if shape and isinstance(shape[0], list) else [shape]
     return sum(math.prod(s) for s in shapes) * _DTYPE_BYTES.get(copy.dtypes()[0], 1)
