@@ -73,7 +73,7 @@ class TestErrorStatistics:
         r = torch.tensor([[1.0, -inf, nan], [inf, 2.0, 3.0]])
         c = torch.tensor([[1.0, -inf, nan], [-inf, nan, 3.5]])
         found = error_statistics(c, r)
-        assert (found.non_finite, found.special_mismatches, found.first_special_index) == (4, 2, (1, 0))
+        assert (found.non_finite, found.special_mismatches, found.first_special_index) == (4, 3, (0, 2))
         assert (found.max_abs, found.worst_index) == (0.5, (1, 2))
         assert found.relative_l2 == pytest.approx(0.5 / math.sqrt(10))
         nothing = error_statistics(torch.tensor([nan]), torch.tensor([1.0]))
@@ -103,14 +103,15 @@ class TestErrorStatistics:
 class TestStatuses:
     def test_each(self):
         x = torch.randn(5, 4)
-        reference = trace_of(same=x, off=x, gone=x, shape=x, special=x)
+        reference = trace_of(same=x, off=x, gone=x, shape=x, special=x, nan=x * math.nan)
         broken = x.clone()
         broken[1, 2] = math.nan
-        candidate = trace_of(same=x, off=x * 1.01, shape=x[:4], special=broken, more=x)
+        candidate = trace_of(same=x, off=x * 1.01, shape=x[:4], special=broken, nan=x * math.nan, more=x)
         comparison = compare_traces(candidate, reference)
         assert {row.site: row.status for row in comparison.rows} == {
             "same": "pass",
             "off": "numeric_mismatch",
+            "nan": "non_finite",
             "gone": "missing",
             "shape": "shape_mismatch",
             "special": "non_finite",

@@ -52,6 +52,7 @@ def test_values_by_hand():
     assert found.cosine == pytest.approx(0.6)
     assert found.max_abs == 4.0
     assert found.rms == pytest.approx(4 / math.sqrt(2))
+    assert found.relative_l2 == pytest.approx(4 / 3)
     assert value_metrics(torch.zeros(3), torch.zeros(3)).cosine == 1.0
     assert value_metrics(torch.ones(3), torch.zeros(3)).cosine == 0.0
     assert value_metrics(torch.tensor(2.0), torch.tensor(1.0)).num_rows == 1
@@ -104,7 +105,7 @@ def test_non_finite_passes_nothing(kind, poison):
     candidate[3, 4] = poison
     found = gate_metrics(kind, candidate, REFERENCE, torch.zeros(40, dtype=torch.long))
     assert found.num_non_finite == 1
-    for name in ("cosine", "top1_agreement", "kl", "max_abs", "rms", "perplexity_change"):
+    for name in ("cosine", "top1_agreement", "kl", "max_abs", "rms", "relative_l2", "perplexity_change"):
         value = getattr(found, name)
         floor = -math.inf if name in ("cosine", "top1_agreement") else math.inf
         if value is not None and math.isnan(value):

@@ -82,6 +82,10 @@ def test_no_parity_no_speed():
         ({"peer": -1.0}, "above 0"),
         ({"limit": float("nan")}, "above 0"),
         ({"ratio_peer": 2.1}, "it computes to 2.0"),
+        ({"ratio_peer": float("nan")}, "it computes to 2.0"),
+        ({"unit": "ms", "ours": 0.0}, "above 0"),
+        ({"unit": "ms", "ours": "x"}, "ours"),
+        ({"unit": []}, "unit"),
         ({"ratio_limit": 0.5, "limit": None}, "it computes to None"),
         ({"status": "fast"}, "status"),
         ({"speed": 1}, "Extra inputs"),
@@ -148,6 +152,21 @@ def test_tables_are_filled_between_their_marks_only():
     assert fill_tables(filled, {"D1": "| new |\n", "x": "| y |\n"}) == filled
     with pytest.raises(EvidenceError, match="table 'x'; need one of D1"):
         fill_tables(TEXT, {"D1": ""})
+
+
+@pytest.mark.parametrize("cell", ["a\nb", "<!-- /table -->", "|", "a\r\nb\u2028c"])
+def test_no_cell_breaks_out_of_its_table(cell):
+    table = rows_table([make_row(workload=cell)])
+    assert len(table.splitlines()) == 3
+    filled = fill_tables("<!-- table:D1 -->\n<!-- /table -->\nend\n", {"D1": table})
+    assert fill_tables(filled, {"D1": ""}) == "<!-- table:D1 -->\n<!-- /table -->\nend\n"
+
+
+def test_an_unclosed_mark_is_named_and_eats_nothing():
+    with pytest.raises(EvidenceError, match="<!-- table:D1 --> without its end"):
+        fill_tables(TEXT.replace("<!-- /table -->\n", "", 1), {"D1": "", "x": ""})
+    inline = "write `<!-- table:NAME -->` and `<!-- /table -->` around it\n"
+    assert fill_tables(inline, {}) == inline
 
 
 def test_this_repository_shows_current_tables_and_pictures():

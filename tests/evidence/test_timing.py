@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from microllm.errors import EvidenceError
 from microllm.evidence import timing
-from microllm.evidence.replicates import run_replicates
+from microllm.evidence.replicates import run_replicate
 from microllm.evidence.timing import (
     QUICK,
     PairedTiming,
@@ -164,13 +164,14 @@ def test_a_candidate_that_patches_the_timer_changes_nothing(monkeypatch):
 
 
 def test_replicates_are_processes_and_failures_are_kept():
-    good, crash, noise, silent = run_replicates(
-        [
-            ("-c", "import json, os; print('noise'); print(json.dumps({'pid': os.getpid()}))"),
-            ("-c", "raise SystemExit('broken')"),
-            ("-c", "print('not json')"),
-            ("-c", "pass"),
-        ]
+    good, crash, noise, silent = (
+        run_replicate(("-c", code))
+        for code in (
+            "import json, os; print('noise'); print(json.dumps({'pid': os.getpid()}))",
+            "raise SystemExit('broken')",
+            "print('not json')",
+            "pass",
+        )
     )
     assert good.result is not None
     assert good.result["pid"] > 0
@@ -182,7 +183,7 @@ def test_replicates_are_processes_and_failures_are_kept():
 
 
 def test_a_replicate_that_hangs_is_ended():
-    (done,) = run_replicates([("-c", "import time; time.sleep(60)")], timeout_s=0.5)
+    done = run_replicate(("-c", "import time; time.sleep(60)"), timeout_s=0.5)
     assert done.result is None
     assert "no answer after 0.5 s" in done.error
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from microllm.errors import EvidenceError
 from microllm.evidence.environment import Environment
-from microllm.evidence.journal import append_line, canonical_json, read_lines
+from microllm.evidence.journal import append_line, canonical_json, read_lines, sha256_hex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,9 @@ def process_sd(medians: Sequence[Sequence[float]]) -> float:
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Append a calibration to the record in ``path``."""
-    append_line(path, lambda _: canonical_json(asdict(calibration)))
+    """Append a calibration to the record in ``path``, under its digest."""
+    body = asdict(calibration)
+    append_line(path, lambda _: canonical_json({**body, "digest": sha256_hex(canonical_json(body))}))
 
 
 def read_calibration(path: Path, environment: Environment) -> Calibration | None:
@@ -67,12 +68,15 @@ def parse_calibration(line: str) -> Calibration:
     """Read one line of the record.
 
     Raises:
-        EvidenceError: it is no calibration, or its process SD is not that of its medians.
+        EvidenceError: it is no calibration, is not as its digest says, or its process SD is not that of its medians.
     """
     try:
-        calibration = Calibration(**json.loads(line))
-    except (ValueError, TypeError) as error:
+        body = json.loads(line)
+        digest = body.pop("digest", "")
+        calibration, own_sd = Calibration(**body), process_sd(body["medians"])
+        whole = digest == sha256_hex(canonical_json(body)) and line == canonical_json({**body, "digest": digest})
+        if not whole or not math.isclose(calibration.process_sd, own_sd, rel_tol=1e-9):
+            raise EvidenceError("it is not as its digest, or its process SD not as its medians, say")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise EvidenceError(f"got a line that is no calibration: {error}; record it again") from error
-    if not math.isclose(calibration.process_sd, process_sd(calibration.medians), rel_tol=1e-9):
-        raise EvidenceError(f"got a process SD of {calibration.process_sd} that is not its medians'; record it again")
     return calibration

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from microllm.errors import UnavailableError
+
 _PACKAGES = ("triton", "transformers", "vllm", "numpy", "microllm")
 
 
@@ -49,10 +51,10 @@ def capture_environment(
     device: str, *, seed: int = 0, command: tuple[str, ...] | None = None, repository: Path | None = None
 ) -> Environment:
     """Return the environment of this process for work on ``device`` ("cpu", "cuda" or "cuda:N")."""
-    commit, dirty = read_commit(repository or Path.cwd())
+    device_name, (commit, dirty) = read_device_name(device), read_commit(repository or Path.cwd())
     cuda = torch.device(device).type == "cuda"
     return Environment(
-        device=device, device_name=read_device_name(device),
+        device=device, device_name=device_name,
         device_uuid=str(torch.cuda.get_device_properties(device).uuid) if cuda else "",
         driver=_driver_version() if cuda else "",
         num_cpus=os.cpu_count() or 1, num_threads=torch.get_num_threads(), platform=platform.platform(),
@@ -76,9 +78,17 @@ def environment_drift(recorded: Environment, now: Environment) -> tuple[str, ...
 
 
 def read_device_name(device: str) -> str:
-    """Return the product name of ``device``; tracks and calibrations are keyed by it."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
+    """Return the product name of ``device``; tracks and calibrations are keyed by it.
+
+    Raises:
+        UnavailableError: there is no such device.
+    """
+    try:
+        if torch.device(device).type == "cuda":
+            return torch.cuda.get_device_name(device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UnavailableError(f"got device {device!r}; need one that this machine has: {reason}") from error
     found = _search("/proc/cpuinfo", r"model name\s*: (.+)") or platform.processor() or platform.machine()
     return f"{found} ({os.cpu_count()} cores)"
 

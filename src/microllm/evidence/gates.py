@@ -4,7 +4,7 @@ Place: before any timing (lab, tuner, structures). Bands say how good; they warn
 A gate first proves itself: the host run again is bit-identical (null check), and a planted break moves the metric
 (negative control). NaN passes nothing. Does not run models: it is given callables.
 
-    values          cosine ≥ 0.999 pass, ≥ 0.995 warn, else low; max-abs and RMS beside it
+    values          cosine ≥ 0.999 pass, ≥ 0.995 warn, else low; max-abs, relative L2 and RMS beside it
     distribution    teacher-forced top-1 agreement ≥ 0.95 pass, ≥ 0.85 warn, else low; KL, perplexity change beside it
     strict          logits: max-abs ≤ 0.1, RMS ≤ 0.02, tokens equal (``STRICT``)
 """
@@ -44,6 +44,7 @@ class Metrics(Record):
     kl: float | None = None
     perplexity_change: float | None = None
     max_abs: float
+    relative_l2: float
     rms: float
     num_non_finite: int
     num_rows: int
@@ -100,8 +101,8 @@ def gate_metrics(kind: Kind, candidate: Tensor, reference: Tensor, targets: Tens
         top1_agreement=compared.top1_agreement + spoiled if compared else None,
         kl=compared.mean_kl + spoiled if compared else None,
         perplexity_change=None if change is None else math.expm1(change), max_abs=error.max_abs + spoiled,
-        rms=_rms_difference(candidate, reference), num_non_finite=error.non_finite,
-        num_rows=reference.shape[0] if reference.ndim else 1,
+        relative_l2=error.relative_l2 + spoiled, rms=_rms_difference(candidate, reference),
+        num_non_finite=error.non_finite, num_rows=reference.shape[0] if reference.ndim else 1,
     )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from microllm.errors import EvidenceError
@@ -49,11 +50,10 @@ def append_line(path: Path, make_line: Callable[[str | None], str]) -> str:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        whole = path.read_bytes()
-        kept = whole.rfind(b"\n") + 1
-        if kept != len(whole):
+        lines = read_lines(path)
+        kept = sum(len(line.encode()) + 1 for line in lines)
+        if kept != path.stat().st_size:
             os.ftruncate(descriptor, kept)
-        lines = whole[:kept].decode().splitlines()
         line = make_line(lines[-1] if lines else None)
         if "\n" in line:
             raise EvidenceError("got a line break in a JSON line; need one line a record")
@@ -67,15 +67,36 @@ def append_line(path: Path, make_line: Callable[[str | None], str]) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the whole lines of ``path`` (none if there is no file); a torn last line is left out."""
-    if not path.exists():
-        return []
-    whole = path.read_bytes()
-    return whole[: whole.rfind(b"\n") + 1].decode().split("\n")[:-1]
+    """Return the whole lines of ``path`` (none if there is no file); a torn last line is left out.
+
+    Raises:
+        EvidenceError: they are not UTF-8.
+    """
+    whole = path.read_bytes() if path.exists() else b""
+    try:
+        return whole[: whole.rfind(b"\n") + 1].decode().split("\n")[:-1]
+    except UnicodeDecodeError as error:
+        raise EvidenceError(f"{path}: {error}; need UTF-8; restore it") from error
+
+
+@contextmanager
+def exclusive(path: Path, refusal: str) -> Iterator[None]:
+    """Hold a lock on an existing file while the context is open; a killed holder holds it no longer.
+
+    Raises:
+        EvidenceError: another process holds it; the text is ``refusal``.
+    """
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise EvidenceError(refusal) from error
+        yield
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replace ``path`` by ``data`` so that a reader, or a kill, sees the old file or the new one."""
+    """Replace ``path`` (or what it links to) so that a reader, or a kill, sees the old file or the new one."""
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

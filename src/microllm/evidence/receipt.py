@@ -97,13 +97,13 @@ def verify_chain(lines: Sequence[str], genesis: str = GENESIS) -> list[str]:
         where = f"receipt {number}"
         try:
             receipt = parse_receipt(line)
-        except EvidenceError as error:
+            if receipt.digest != receipt.compute_digest():
+                problems.append(f"{where}: its content does not have its digest")
+            elif line != canonical_json(json.loads(line)) or line != receipt.line():
+                problems.append(f"{where}: its text is not the canonical one")
+        except ValueError as error:  # also of an integer or a text that JSON has and Python does not
             problems.append(f"{where}: {str(error).splitlines()[0]}")
             continue
-        if receipt.digest != receipt.compute_digest():
-            problems.append(f"{where}: its content does not have its digest")
-        elif line != canonical_json(json.loads(line)) or line != receipt.line():
-            problems.append(f"{where}: its text is not the canonical one")
         if receipt.previous != previous:
             problems.append(f"{where}: it does not follow the receipt before it")
         previous = receipt.digest

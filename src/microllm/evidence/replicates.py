@@ -28,17 +28,14 @@ class Replicate:
     error: str = ""
 
 
-def run_replicates(arguments: Sequence[Sequence[str]], *, timeout_s: float = 900.0) -> list[Replicate]:
-    """Run one process after another, each to its end, one for each list of arguments to Python."""
-    return [run_replicate(each, timeout_s=timeout_s) for each in arguments]
-
-
 def run_replicate(arguments: Sequence[str], *, timeout_s: float = 900.0) -> Replicate:
     """Run ``python *arguments`` and read the JSON object in its last line of output."""
     command, started = (sys.executable, *arguments), time.monotonic()
     result, error, output = None, "", ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s, check=False
+        )  # fmt: skip
         output = done.stdout
         if done.returncode:
             error = f"exit code {done.returncode}: {done.stderr[-2000:]}"
@@ -46,7 +43,7 @@ def run_replicate(arguments: Sequence[str], *, timeout_s: float = 900.0) -> Repl
             result = json.loads(output.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         error = f"no answer after {timeout_s} s"
-    except (IndexError, ValueError):
+    except (IndexError, ValueError, RecursionError):
         error = f"its last line of output is not JSON: {output[-300:]!r}"
     if not error and not isinstance(result, dict):
         result, error = None, "its last line of output is no JSON object"

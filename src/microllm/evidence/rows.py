@@ -27,7 +27,8 @@ HIGHER_IS_BETTER: dict[str, bool] = {
     "s": False, "ms": False, "us": False, "bytes": False, "MiB": False, "GiB": False,
 }  # fmt: skip
 """Every unit a row may have, and which way is better: ratios above 1 always mean that ours is."""
-_MARK = re.compile(r"(<!-- table:([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+_MARK = re.compile(r"(^<!-- table:([\w-]+) -->\n)((?:(?!^<!-- table:).)*?)(^<!-- /table -->)", re.DOTALL | re.MULTILINE)
+_OPENING = re.compile(r"^<!-- table:.*", re.MULTILINE)
 
 
 class Row(Record):
@@ -60,28 +61,11 @@ class Row(Record):
     date: str
     digest: str = ""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Compute the ratios; a speed above its limit makes the row invalid, failed parity a mismatch."""
-        unit = values.get("unit")
-        if unit not in HIGHER_IS_BETTER:
-            raise EvidenceError(f"got unit {unit!r}; need one of {', '.join(HIGHER_IS_BETTER)}")
-        filled = dict(values)
-        for name, other in (("ratio_peer", values.get("peer")), ("ratio_limit", values.get("limit"))):
-            ratio = _ratio(values.get("ours"), other, unit)
-            given = values.get(name)
-            if given is not None and (ratio is None or abs(given - ratio) > 1e-9 * abs(ratio)):
-                raise EvidenceError(f"got {name} {given}; it computes to {ratio}; leave it out")
-            filled[name] = ratio
-        if values.get("parity") != "pass" and values.get("status", "pass") == "pass":
-            filled["status"] = "precision_mismatch"
-        if (filled["ratio_limit"] or 0) > 1:
-            filled["status"] = "invalid"
-        return filled
-
     @model_validator(mode="after")
-    def _check(self) -> Row:
+    def _complete(self) -> Row:
+        """Compute the ratios; a speed above its limit makes the row invalid, failed parity a mismatch."""
+        if self.unit not in HIGHER_IS_BETTER:
+            raise EvidenceError(f"got unit {self.unit!r}; need one of {', '.join(HIGHER_IS_BETTER)}")
         numbers = [value for value in (self.ours, self.peer, self.limit) if value is not None]
         if not all(0 < value < float("inf") for value in numbers):
             raise EvidenceError(f"got figures {numbers}; need finite numbers above 0, or None")
@@ -89,8 +73,20 @@ class Row(Record):
             raise EvidenceError(
                 f"got a speed although parity says {self.parity!r}; need ours=None: no parity, no speed"
             )
-        if self.status == "pass" and self.ours is None:
+        computed: dict[str, Any] = {}
+        for name, other in (("ratio_peer", self.peer), ("ratio_limit", self.limit)):
+            given, ratio = getattr(self, name), _ratio(self.ours, other, self.unit)
+            if given is not None and (ratio is None or not abs(given - ratio) <= 1e-9 * ratio):
+                raise EvidenceError(f"got {name} {given}; it computes to {ratio}; leave it out")
+            computed[name] = ratio
+        if self.parity != "pass" and self.status == "pass":
+            computed["status"] = "precision_mismatch"
+        elif self.status == "pass" and self.ours is None:
             raise EvidenceError("got a row that passes without a figure; need ours, or a status that says why not")
+        if (computed["ratio_limit"] or 0) > 1:
+            computed["status"] = "invalid"
+        for name, value in computed.items():
+            object.__setattr__(self, name, value)  # the model is frozen: this is its construction
         return self
 
     def compute_digest(self) -> str:
@@ -175,17 +171,21 @@ def rows_table(rows: Iterable[Row]) -> str:
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, with a line break at its end."""
+    """Return a Markdown table, with a line break at its end; no cell can end its line, the cell or the table."""
     lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    escaped = [[" ".join(cell.split()).replace("|", "\\|").replace("<", "&lt;") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
 def fill_tables(text: str, tables: Mapping[str, str]) -> str:
     """Return ``text`` with each marked table replaced by the current one.
 
     Raises:
-        EvidenceError: a mark names a table that there is not.
+        EvidenceError: a mark names a table that there is not, or is not closed.
     """
+    marked = [match[1].strip() for match in _MARK.finditer(text)]
+    if unclosed := [mark for mark in _OPENING.findall(text) if mark not in marked]:
+        raise EvidenceError(f"got {unclosed[0]} without its end; need a line <!-- /table --> after it")
 
     def replace(match: re.Match[str]) -> str:
         name = match[2]

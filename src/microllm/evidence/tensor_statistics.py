@@ -54,7 +54,8 @@ class ErrorStatistics(Record):
         (candidate − reference) over the reference's RMS: a systematic error that norms hide.
         ``row_relative_l2`` is the mean over rows (the last axis) of each row's relative L2: every token counts
         alike, where ``relative_l2`` sees only the token whose activations are a thousand times the others'.
-        ``special_mismatches`` counts positions where one side is NaN or infinite and the other is not the same.
+        ``special_mismatches`` counts positions where one side is infinite and the other not equally so, and all
+        where either is NaN: what is not a number agrees with nothing.
     """
 
     numel: int
@@ -120,7 +121,7 @@ class _Sums:
 
     def add(self, c: Tensor, r: Tensor) -> None:
         finite = c.isfinite() & r.isfinite()
-        special = ~finite & (c != r) & ~(c.isnan() & r.isnan())
+        special = ~finite & (c != r)
         self.non_finite += int((~c.isfinite()).sum())
         if self.special_at < 0 and bool(special.any()):
             self.special_at = self.seen + int(special.int().argmax())

@@ -94,6 +94,12 @@ class PairedTiming:
     foreign_cpus: float | None
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for rounds in (self.rounds, self.control_rounds):
+            pairs = [sorted(r.arm for r in rounds[at : at + 2] if r.repetitions > 0) for at in range(0, len(rounds), 2)]
+            if any(pair != ["A", "B"] for pair in pairs):
+                raise EvidenceError(f"got {len(rounds)} rounds that are no pairs of A and B; need one of each in turn")
+
     def _logs(self, rounds: Sequence[Round]) -> list[float]:
         config = self.config
         kept = [pair for pair in zip(rounds[::2], rounds[1::2], strict=True)
