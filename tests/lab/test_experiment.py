@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from microllm.evidence.timing import PairedTiming, Round, TimingConfig, draw_ord
 from microllm.lab import replicate, staircase
 from microllm.lab.contract import load_entry, read_contract
 from microllm.lab.experiment import NewConfig, RunConfig, find_experiment, new_experiment, run_experiment
-from microllm.lab.judgement import judge_experiment, judge_sessions, measured, read_judgement
+from microllm.lab.judgement import judge_experiment, judge_sessions, measured
 from microllm.lab.record import RawRow, Records, SessionBody
 from microllm.lab.staircase import RenderConfig, read_tracks, render
 from microllm.lab.validate import ValidateConfig, VerifyConfig, validate, verify
@@ -356,7 +356,7 @@ def test_a_rule_that_was_moved_is_caught(root, environment):
     directory = new(root)
     add_session(directory, environment, (0.0029, 0.0029, 0.0029, 0.0029, 0.0029, 0.00291))
     assert judge_experiment(directory).verdict.status == "discard"
-    verdict = read_judgement(directory)
+    verdict = json.loads((directory / "verdict.json").read_bytes())
     verdict["verdict"]["status"] = "keep"
     (directory / "verdict.json").write_text(json.dumps(verdict, sort_keys=True, separators=(",", ":")) + "\n")
     assert any("not what the rows give" in text for text in verify(VerifyConfig(root=root)))
@@ -448,8 +448,21 @@ def test_latest_calibration_of_this_device_is_read(tmp_path, environment):
     write_calibration(path, replace(made, medians=((0.0, 0.004),), process_sd=process_sd([(0.0, 0.004)])))
     write_calibration(path, replace(made, device_name="another"))
     assert read_calibration(path, environment).process_sd == pytest.approx(0.004 / math.sqrt(2))
-    path.write_text(path.read_text().replace('"process_sd":0.00282', '"process_sd":0.00182'))
-    with pytest.raises(EvidenceError, match="not its medians'"):
+    for was, becomes in (
+        ('"process_sd":0.00282', '"process_sd":0.00182'),
+        ('"num_found":5', '"num_found":4'),
+        ("{", "{ "),
+    ):
+        text = path.read_text()
+        assert was in text
+        path.write_text(text.replace(was, becomes))
+        with pytest.raises(EvidenceError, match="no calibration"):
+            read_calibration(path, environment)
+        path.write_text(text)
+    sealed = Calibration(**{**asdict(made), "process_sd": 0.001})
+    path.unlink()
+    write_calibration(path, sealed)
+    with pytest.raises(EvidenceError, match="as its medians"):
         read_calibration(path, environment)
 
 

@@ -56,6 +56,10 @@ def test_limits_are_the_best_passing_rates(measured):
         read_limits(rows, "NVIDIA H200")
 
 
+def test_a_quick_look_is_no_record():
+    assert short(RooflineConfig()).out is None
+
+
 def test_a_wrong_product_has_no_rate(monkeypatch):
     monkeypatch.setattr(roofline.torch, "mm", lambda a, b: a @ b * 1.0001)
     row = measure_roofline(replace(TINY, sizes=(32,), dtypes=("fp32",), memory_mib=(), out=None))[0]

@@ -49,7 +49,7 @@ class BenchRoofline:
 
     config: RooflineConfig = field(default_factory=RooflineConfig)
     quick: bool = False
-    """A few sizes and short rounds, for a first look."""
+    """A few sizes and short rounds, for a first look: printed, not recorded."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print each row as one JSON line instead of a table."""
 

@@ -151,4 +151,4 @@ def _report(problems: list[str], *, as_json: bool) -> int:
         print(json.dumps({"problems": problems}))
     else:
         print("\n".join(problems) or "every record holds")
-    return 1 if any(not text.startswith("drift") for text in problems) else 0
+    return 1 if any(not text.startswith("drift: ") for text in problems) else 0

@@ -11,20 +11,20 @@ import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic import ConfigDict, Field, JsonValue, StringConstraints, ValidationError, model_validator
 from torch import Tensor
 
 from microllm.errors import EvidenceError
-from microllm.evidence.gates import BANDS, JUDGED, Kind
+from microllm.evidence.gates import BANDS, JUDGED, Kind, Metrics
 from microllm.evidence.journal import canonical_json, sha256_hex
 from microllm.evidence.tensor_statistics import Record
 from microllm.evidence.timing import FULL_ROUND_S, QUICK, TimingConfig
 from microllm.evidence.verdict import Rule
 
-Text = Annotated[str, Field(min_length=10)]
-Entry = Annotated[str, Field(pattern=r"^[\w./-]+:\w+$")]
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=10)]
+Entry = Annotated[str, Field(pattern=r"^([\w-]+\.py|\w+(\.\w+)*):\w+$")]
 Output = Tensor | Sequence[Tensor]
 
 
@@ -69,10 +69,13 @@ class Workload(Record):
 class Contract(Record):
     """An experiment's promise. ``kind="baseline"`` starts a track from the peer ratios of ``score_targets``' rows.
 
-    ``gate`` and ``floors`` say what correctness is (no floors: the kind's own pass band); ``broken`` plants a fault.
+    ``gate`` and ``floors`` say what correctness is (no floors: the kind's own pass band, and for values a relative
+    L2 of 5 %, for a cosine does not see a factor); ``broken`` plants a fault.
     ``memory_trade`` says why peak memory may rise to ``memory_limit`` of the baseline's.
     Units:   ``predicted_effect`` and ``min_effect`` in natural logarithms of the ratio of times (0.01 = 1 % faster)
     """
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     id: Annotated[str, Field(pattern=r"^\d{3}-[a-z0-9-]+$")]
     kind: Literal["experiment", "baseline"] = "experiment"
@@ -97,7 +100,7 @@ class Contract(Record):
     memory_trade: str = ""
     pairs: int = 8
     round_s: Annotated[float, Field(ge=FULL_ROUND_S)] = FULL_ROUND_S
-    num_threads: int | None = None
+    num_threads: Annotated[int, Field(ge=1)] | None = None
     score_targets: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -109,12 +112,16 @@ class Contract(Record):
             raise EvidenceError("got an experiment without entry points; need baseline and candidate")
         if self.memory_limit > 1.01 and len(self.memory_trade) < 10:
             raise EvidenceError(f"got a memory limit of {self.memory_limit}; need memory_trade to say what it buys")
+        if unknown := self.floors.keys() - Metrics.model_fields:
+            raise EvidenceError(f"got floors for {sorted(unknown)}; need metrics: {', '.join(Metrics.model_fields)}")
+        self.timing(0, quick=False)  # refuses what cannot be timed
         return self
 
     @property
     def limits(self) -> dict[str, float]:
         """Return the floors that the gate refuses by."""
-        return self.floors or {JUDGED[self.gate]: BANDS[JUDGED[self.gate]][0]}
+        own = {JUDGED[self.gate]: BANDS[JUDGED[self.gate]][0]}
+        return self.floors or (own | {"relative_l2": 0.05} if self.gate == "values" else own)
 
     @property
     def rule(self) -> Rule:
@@ -150,12 +157,16 @@ def load_entry(directory: Path, entry: str) -> Build:
     """Return the function that ``entry`` names: "package.module:function", or "file.py:function" in ``directory``.
 
     Raises:
-        EvidenceError: there is no such module, file or function.
+        EvidenceError: there is no such module, file or function, or its code does not run.
     """
     place, _, name = entry.partition(":")
+    is_file = place.endswith(".py")
     try:
-        if place.endswith(".py"):
-            return runpy.run_path(str(directory / place))[name]
-        return pkgutil.resolve_name(entry)
-    except (OSError, KeyError, ImportError, AttributeError) as error:
-        raise EvidenceError(f"got entry {entry!r}, which {directory} does not lead to ({error}); write it") from error
+        found: Any = runpy.run_path(str(directory / place))[name] if is_file else pkgutil.resolve_name(entry)
+    except (Exception, SystemExit) as error:  # an experiment's code may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise EvidenceError(f"got entry {entry!r}, which {directory} does not lead to ({reason}); write it") from error
+    build: Build = found
+    if not callable(build):
+        raise EvidenceError(f"got entry {entry!r}, a {type(found).__name__}; need a function of a Case")
+    return build

@@ -28,15 +28,14 @@ from microllm.evidence.environment import (
     read_device_name,
 )
 from microllm.evidence.gates import Kind
-from microllm.evidence.journal import write_atomic
+from microllm.evidence.journal import exclusive, write_atomic
 from microllm.evidence.receipt import append_receipt, now_utc
 from microllm.evidence.replicates import Replicate, run_replicate
 from microllm.evidence.rows import latest_rows, read_rows
-from microllm.evidence.statistics import geometric_mean
 from microllm.evidence.verdict import CONFIRMATION_GAP_S
 from microllm.lab.contract import Contract, read_contract
 from microllm.lab.judgement import Judgement, judge_experiment, judge_sessions
-from microllm.lab.record import RawRow, Records, SessionBody
+from microllm.lab.record import RawRow, Records, Session, SessionBody
 from microllm.lab.replicate import Task
 
 
@@ -106,6 +105,12 @@ class RunConfig:
     """Where the records lie."""
 
 
+def check_root(root: Path) -> None:
+    """Refuse a place where no records can lie: to find nothing wrong in it would say nothing."""
+    if not root.is_dir():
+        raise EvidenceError(f"got root {str(root)!r}, which is no folder; need the records' own; run: microllm lab new")
+
+
 def experiment_directories(root: Path) -> list[Path]:
     """Return the directories of all experiments, in order of their numbers."""
     return sorted(path.parent for path in (root / "experiments").glob("*/contract.json"))
@@ -131,7 +136,8 @@ def new_experiment(config: NewConfig) -> Path:
         EvidenceError: a field of the contract is missing or does not fit.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", config.name.lower()).strip("-")
-    number = max((int(path.name[:3]) for path in experiment_directories(config.root)), default=0) + 1
+    numbers = [path.name[:3] for path in experiment_directories(config.root)]
+    number = max((int(each) for each in numbers if each.isdecimal()), default=0) + 1
     workloads = [_named_json(text) for text in config.workloads]
     track = {
         "device_name": read_device_name(config.device), "dtype": config.dtype, "models": config.models,
@@ -157,17 +163,23 @@ def run_experiment(config: RunConfig) -> Judgement:
     A full session is 6 processes, and 12 if 6 leave the question open; ``quick`` is one process and decides nothing.
 
     Raises:
-        EvidenceError: the verdict is final, a confirmation is too early, or this is another machine than the track's.
+        EvidenceError: the verdict is final, a confirmation is too early or of other code, another run is at work, or
+            this is another machine than the track's.
     """
     directory = find_experiment(config.root, config.id)
-    contract, records = read_contract(directory), Records(directory)
+    refusal = f"got experiment {directory.name}, which is being run by another process; need one run at a time; wait"
+    with exclusive(directory / "contract.json", refusal):
+        return _run_alone(config, directory, read_contract(directory), Records(directory))
+
+
+def _run_alone(config: RunConfig, directory: Path, contract: Contract, records: Records) -> Judgement:
     if contract.kind == "baseline":
         return _run_baseline(config.root, directory, contract)
     sessions = records.sessions()
     judgement = judge_sessions(contract, sessions)
-    _check_may_run(judgement, quick=config.quick)
+    _check_may_run(judgement, sessions, records, quick=config.quick)
     gate, environment = _check_correctness(contract, records)
-    last = max((receipt.body["session"] for receipt in records.receipts("session")), default=0)
+    last = max((body.session for body in records.bodies()), default=0)
     begun = [s.number for s, verdict in zip(sessions, judgement.sessions, strict=True) if verdict.extend]
     calibration = read_calibration(config.root / "calibrations.jsonl", environment)
     reports = gate.result["reports"] if gate.result else {}
@@ -213,7 +225,8 @@ def _run_processes(
     for process in processes:
         seed, started, place = secrets.randbelow(2**31), now_utc(), str(records.directory)
         task = Task(phase="time", directory=place, seeds=(seed,), quick=config.quick, wait_s=config.wait_s)
-        done = run_replicate(task.arguments())
+        timeout_s = 900.0 + config.wait_s * len(contract.workloads)
+        done = run_replicate(task.arguments(), timeout_s=timeout_s)
         crash = {"workload": contract.workloads[0].name, "seed": seed, "started": started, "pid": 0}
         found = done.result["rows"] if done.result else [{**crash, "status": "crash", "error": done.error}]
         rows = [RawRow.model_validate({"session": session, "process": process, **each}) for each in found]
@@ -223,7 +236,7 @@ def _run_processes(
     return tuple(digests)
 
 
-def _check_may_run(judgement: Judgement, *, quick: bool) -> None:
+def _check_may_run(judgement: Judgement, sessions: list[Session], records: Records, *, quick: bool) -> None:
     if judgement.final:
         status = judgement.verdict.status
         raise EvidenceError(f"got an experiment whose verdict is final ({status}); need a new one: microllm lab new")
@@ -232,6 +245,13 @@ def _check_may_run(judgement: Judgement, *, quick: bool) -> None:
         if waited < CONFIRMATION_GAP_S:
             left = math.ceil((CONFIRMATION_GAP_S - waited) / 60)
             raise EvidenceError(f"got a keep to confirm too early; need another time; run again in {left} minutes")
+    for session, verdict in zip(sessions, judgement.sessions, strict=True):
+        waits = verdict.extend or verdict.status == "keep"
+        if waits and not quick and session.bodies[0].sources != records.sources():
+            raise EvidenceError(
+                f"got other Python files than session {session.number} ran; need the same to extend or confirm it; "
+                "put them back, or write a new experiment: microllm lab new"
+            )
 
 
 def _run_baseline(root: Path, directory: Path, contract: Contract) -> Judgement:
@@ -246,11 +266,10 @@ def _run_baseline(root: Path, directory: Path, contract: Contract) -> Judgement:
         raise EvidenceError(
             f"got no passing row against a peer for {sorted(missing)} on this track; run: microllm bench"
         )
-    body = {"score": geometric_mean(list(ratios.values())) if ratios else 1.0, "ratios": ratios}
     records = Records(directory)
     if not records.receipts("baseline"):
         environment = capture_environment("cpu", repository=directory)
-        append_receipt(records.receipts_path, "baseline", body, environment, genesis=records.genesis)
+        append_receipt(records.receipts_path, "baseline", {"ratios": ratios}, environment, genesis=records.genesis)
     return judge_experiment(directory)
 
 

@@ -3,12 +3,12 @@
 Place: between ``record`` (raw) and ``evidence/verdict`` (the rule). ``validate`` recomputes with the same function.
 
     a session that is invalid, crashed, quick or blocked decides nothing; a later one may
-    a discard is final; a keep waits for one session more, begun 30 minutes later or more, and that one is final
+    a discard is final; a keep waits for one session more of the same files, begun 30 minutes later or more, and that
+    one is final
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -48,10 +48,14 @@ def measured(session: Session, contract: Contract) -> Measured:
     ratios: list[float | None] = []
     problems: list[str] = []
     crashes = [body.crash for body in session.bodies if body.crash]
+    if any(body.sources != first.sources for body in session.bodies):
+        problems.append("its Python files changed before its extension")
     for row in session.rows:
         if row.timing is None:
             crashes.append(f"process {row.process}: {row.error}")
             continue
+        if row.workload not in medians:
+            raise EvidenceError(f"got a row of workload {row.workload!r}; need one of the contract's; restore it")
         medians[row.workload].append(row.timing.median)
         if row.workload == target and row.timing.control_rounds:
             control.append(row.timing.control_median)
@@ -72,18 +76,18 @@ def judge_sessions(contract: Contract, sessions: Sequence[Session]) -> Judgement
     """Return the judgement that an experiment's sessions amount to."""
     verdicts: list[Verdict] = []
     current = Verdict(status="inconclusive", reasons=("nothing was run yet",))
-    kept: tuple[Verdict, str] | None = None
+    kept: tuple[Verdict, str, dict[str, str]] | None = None
     for session in sessions:
         found = judge(measured(session, contract), contract.rule)
         verdicts.append(found)
         if kept is None:
             current = found
             if found.status == "keep":
-                kept = found, max(row.started for row in session.rows)
+                kept = found, max(row.started for row in session.rows), session.bodies[0].sources
                 current = replace(found, reasons=("kept once; not confirmed yet", *found.reasons))
             elif found.status == "discard":
                 return Judgement(verdict=found, sessions=tuple(verdicts), final=True)
-        elif found.status in ("keep", "discard") or found.extend:
+        elif session.bodies[0].sources == kept[2] and (found.status in ("keep", "discard") or found.extend):
             gap = _seconds_between(kept[1], session)
             if gap >= CONFIRMATION_GAP_S:
                 current = confirm(kept[0], found, gap)
@@ -112,22 +116,6 @@ def judge_experiment(directory: Path) -> Judgement:
         sealed.append(append_receipt(records.receipts_path, "verdict", body, environment, genesis=records.genesis))
     write_atomic(directory / "verdict.json", canonical_json({**body, "receipt": sealed[-1].digest}) + "\n")
     return judgement
-
-
-def read_judgement(directory: Path) -> dict[str, Any] | None:
-    """Return what ``verdict.json`` says, or None where there is none.
-
-    Raises:
-        EvidenceError: it is no JSON object.
-    """
-    path = directory / "verdict.json"
-    try:
-        found = json.loads(path.read_bytes()) if path.exists() else None
-    except ValueError as error:
-        raise EvidenceError(f"{path}: {error}") from error
-    if not isinstance(found, dict | None):
-        raise EvidenceError(f"{path}: got no JSON object; need the verdict; run: microllm lab judge")
-    return found
 
 
 def _peak_ratio(row: RawRow) -> float | None:

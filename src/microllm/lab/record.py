@@ -7,10 +7,11 @@ Place: ``experiment`` appends them, ``judgement`` and ``validate`` read them. A 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from microllm.errors import EvidenceError
 from microllm.evidence.environment import Environment
@@ -21,6 +22,12 @@ from microllm.evidence.tensor_statistics import Record
 from microllm.evidence.timing import PairedTiming
 
 
+def _moment(text: str) -> str:
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError(f"got {text!r}; need a time with its zone")
+    return text
+
+
 class RawRow(Record):
     """One workload in one process: everything that was read off, and nothing concluded."""
 
@@ -28,7 +35,7 @@ class RawRow(Record):
     process: int
     workload: str
     seed: int
-    started: str
+    started: Annotated[str, AfterValidator(_moment)]
     pid: int
     status: Literal["ok", "crash"] = "ok"
     timing: PairedTiming | None = None
@@ -103,9 +110,20 @@ class Records:
         """Return the receipts of one kind, in order."""
         return [receipt for receipt in read_receipts(self.receipts_path) if receipt.kind == kind]
 
+    def bodies(self) -> list[SessionBody]:
+        """Return what the receipts of the sessions say, in order.
+
+        Raises:
+            EvidenceError: a body does not fit.
+        """
+        try:
+            return [SessionBody.model_validate(receipt.body) for receipt in self.receipts("session")]
+        except ValidationError as error:
+            raise EvidenceError(f"{self.receipts_path}: a session does not fit: {error}; restore it") from error
+
     def uncovered(self) -> list[str]:
         """Return the digests of the rows after the last one that a receipt names."""
-        covered = sum(len(receipt.body["rows"]) for receipt in self.receipts("session"))
+        covered = sum(len(body.rows) for body in self.bodies())
         return [sha256_hex(line) for line in read_lines(self.rows_path)[covered:]]
 
     def sessions(self) -> list[Session]:
@@ -117,8 +135,7 @@ class Records:
         lines = read_lines(self.rows_path)
         sessions: dict[int, Session] = {}
         at = 0
-        for receipt in self.receipts("session"):
-            body = _parse_body(receipt)
+        for body in self.bodies():
             found, at = lines[at : at + len(body.rows)], at + len(body.rows)
             if [sha256_hex(line) for line in found] != list(body.rows):
                 raise EvidenceError(f"{self.rows_path}: rows of session {body.session} are not those of its receipt")
@@ -128,13 +145,6 @@ class Records:
             session.bodies.append(body)
             session.rows += [parse_row(line) for line in found]
         return list(sessions.values())
-
-
-def _parse_body(receipt: Receipt) -> SessionBody:
-    try:
-        return SessionBody.model_validate(receipt.body)
-    except ValidationError as error:
-        raise EvidenceError(f"got a session receipt whose body does not fit: {error}; restore it") from error
 
 
 def parse_row(line: str) -> RawRow:

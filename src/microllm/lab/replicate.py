@@ -57,7 +57,7 @@ def check(task: Task, contract: Contract) -> dict[str, Any]:
         # Without a planted break of its own, the experiment's is the right computation on the wrong input.
         wrong = case if contract.broken else contract.case(workload, seed + 1)
         report = run_gate(
-            contract.gate, host=_output(baseline, case), candidate=_output(candidate, case),
+            contract.gate, host=_output(baseline, case), candidate=_second_output(candidate, case),
             broken=_output(broken, wrong), floors=contract.limits,
         )  # fmt: skip
         found = {**report.model_dump(mode="json"), "passed": report.passed, "reasons": list(report.reasons)}
@@ -96,9 +96,10 @@ def main() -> None:
     contract = read_contract(Path(task.directory))
     if contract.num_threads:
         torch.set_num_threads(contract.num_threads)
-    result = check(task, contract) if task.phase == "gate" else measure(task, contract)
-    json.dump(result, sys.stdout)
-    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
+        os.dup2(2, 1)  # what the experiment prints is no part of the result
+        result = check(task, contract) if task.phase == "gate" else measure(task, contract)
+        json.dump(result, output)
 
 
 def _arms(directory: Path, contract: Contract) -> tuple[Build, Build]:
@@ -110,6 +111,20 @@ def _arms(directory: Path, contract: Contract) -> tuple[Build, Build]:
 def _output(build: Build, case: Case) -> Callable[[], Tensor]:
     action = build(case)
     return lambda: _joined(action())
+
+
+def _second_output(build: Build, case: Case) -> Callable[[], Tensor]:
+    """Return a callable for the arm's second output, the first one spoilt: a result that is kept fails the gate."""
+    action = build(case)
+
+    def again() -> Tensor:
+        first = action()
+        with torch.inference_mode():
+            for part in (first,) if isinstance(first, Tensor) else first:
+                part.fill_(torch.nan if part.is_floating_point() else 0)
+        return _joined(action())
+
+    return again
 
 
 def _joined(output: Output) -> Tensor:

@@ -1,7 +1,7 @@
 """The staircase: every experiment of a track in order, what was kept, and the running best with its interval.
 
 Place: ``lab render`` draws one picture for each track and fills the marked tables of README and docs; with ``check``
-it only says what is out of date. Reads ``verdict.json`` and rows; measures and judges nothing.
+it only says what is out of date. Verdicts are computed from the raw records; measures nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from microllm.errors import EvidenceError, MissingExtraError
 from microllm.evidence.calibration import parse_calibration
 from microllm.evidence.journal import canonical_json, read_lines, sha256_hex, write_atomic
 from microllm.evidence.rows import fill_tables, markdown_table, read_rows, rows_table
+from microllm.evidence.statistics import geometric_mean
 from microllm.evidence.verdict import Verdict
 from microllm.lab.contract import Contract, Track, read_contract
-from microllm.lab.experiment import experiment_directories
-from microllm.lab.judgement import read_judgement
+from microllm.lab.experiment import check_root, experiment_directories
+from microllm.lab.judgement import recompute
 from microllm.lab.record import Records
 
 
@@ -78,13 +79,18 @@ def track_points(experiments: Iterable[tuple[Contract, Verdict, float]]) -> list
 def read_tracks(root: Path) -> dict[str, tuple[Track, list[Point]]]:
     """Return each track's points, by the track's key."""
     grouped: dict[str, list[tuple[Contract, Verdict, float]]] = {}
-    for directory in experiment_directories(root):
-        found = read_judgement(directory)
-        if found is not None:
-            contract = read_contract(directory)
-            score = next((receipt.body["score"] for receipt in Records(directory).receipts("baseline")), 1.0)
-            grouped.setdefault(contract.track.key, []).append((contract, _verdict(found), score))
+    for contract, verdict, score in _history(root):
+        grouped.setdefault(contract.track.key, []).append((contract, verdict, score))
     return {key: (found[0][0].track, track_points(found)) for key, found in grouped.items()}
+
+
+def _history(root: Path) -> Iterator[tuple[Contract, Verdict, float]]:
+    """Yield contract, verdict and (of a baseline) score of every experiment that was run, in order."""
+    for directory in experiment_directories(root):
+        records = Records(directory)
+        if records.receipts_path.exists():
+            ratios = [ratio for receipt in records.receipts("baseline") for ratio in receipt.body["ratios"].values()]
+            yield read_contract(directory), recompute(directory).verdict, geometric_mean(ratios) if ratios else 1.0
 
 
 def draw_staircase(track: Track, points: Sequence[Point]) -> bytes:
@@ -146,21 +152,18 @@ def make_tables(root: Path) -> dict[str, str]:
     """Return every table that a document may mark: ``experiments``, ``calibrations``, and each rows file's stem."""
     tables = {path.stem: rows_table(read_rows(path)) for path in sorted((root / "rows").glob("*.jsonl"))}
     experiments, calibrations = [], []
-    for track, points in read_tracks(root).values():
-        for point in points:
-            found = read_judgement(root / "experiments" / point.id)
-            assert found is not None
-            v = _verdict(found)
-            effect = "—" if v.effect is None else f"{v.effect:+.2%}"
-            bounds = "—" if v.lower is None or v.upper is None else f"{v.lower:+.2%} … {v.upper:+.2%}"
-            where, counts = f"{track.device_name}, {track.dtype}", "yes" if point.counts else "no"
-            experiments.append((point.id, where, v.status, effect, bounds, str(v.num_processes), counts))
+    for contract, v, _ in _history(root):
+        effect = "—" if v.effect is None else f"{v.effect:+.2%}"
+        bounds = "—" if v.lower is None or v.upper is None else f"{v.lower:+.2%} … {v.upper:+.2%}"
+        where = f"{contract.track.device_name}, {contract.track.dtype}"
+        counts = "yes" if v.confirmed or v.status == "baseline" else "no"
+        experiments.append((contract.id, where, v.status, effect, bounds, str(v.num_processes), counts))
     for line in read_lines(root / "calibrations.jsonl"):
         c = parse_calibration(line)
         kept, planted = f"{c.num_kept} of {len(c.medians)}", f"{c.num_found} of {c.num_planted}"
         calibrations.append((c.device_name, f"{c.process_sd:.3%}", kept, planted, c.environment["torch"], c.date[:10]))
     columns = ("experiment", "track", "verdict", "effect", "97.5 % bounds", "processes", "counts")
-    tables["experiments"] = markdown_table(columns, sorted(experiments))
+    tables["experiments"] = markdown_table(columns, experiments)
     columns = ("device", "process SD", "A/A kept", "planted 1 % found", "torch", "date")
     tables["calibrations"] = markdown_table(columns, calibrations)
     return tables
@@ -170,8 +173,9 @@ def render(config: RenderConfig) -> list[Path]:
     """Bring pictures and tables up to date and return the files that were not; with ``check`` change nothing.
 
     Raises:
-        EvidenceError: a document marks a table that there is not.
+        EvidenceError: a document marks a table that there is not, or there are no records.
     """
+    check_root(config.root)
     stale = []
     for key, (track, points) in read_tracks(config.root).items():
         path = config.root / f"staircase-{key}.png"
@@ -193,10 +197,6 @@ def render(config: RenderConfig) -> list[Path]:
                 if not config.check:
                     write_atomic(path, filled)
     return stale
-
-
-def _verdict(found: dict[str, Any]) -> Verdict:
-    return Verdict(**found["verdict"])
 
 
 def _digest(track: Track, points: Sequence[Point]) -> str:

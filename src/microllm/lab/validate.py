@@ -6,28 +6,34 @@ Place: ``lab validate`` (schemas and relations; one table, no code for any singl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from microllm.errors import EvidenceError
+from microllm.errors import UnavailableError
 from microllm.evidence.calibration import parse_calibration
 from microllm.evidence.environment import capture_environment, environment_drift
 from microllm.evidence.journal import canonical_json, read_lines
 from microllm.evidence.receipt import parse_receipt, verify_chain
 from microllm.evidence.rows import parse_row as parse_benchmark_row
 from microllm.lab.contract import load_entry, read_contract
-from microllm.lab.experiment import experiment_directories
-from microllm.lab.judgement import read_judgement, recompute
+from microllm.lab.experiment import check_root, experiment_directories
+from microllm.lab.judgement import recompute
 from microllm.lab.record import Records, parse_row
 
-LINE_SCHEMAS: dict[str, Callable[[str], object]] = {
-    "experiments/*/rows.jsonl": parse_row,
-    "experiments/*/receipts.jsonl": parse_receipt,
+SEALED_LINES: dict[str, Callable[[str], object]] = {
     "rows/*.jsonl": parse_benchmark_row,
     "calibrations.jsonl": parse_calibration,
 }
-"""Which reader each line of which file must get past."""
+"""Which reader each line of which file must get past; of these each line has its own digest."""
+LINE_SCHEMAS: dict[str, Callable[[str], object]] = {
+    "experiments/*/rows.jsonl": parse_row,
+    "experiments/*/receipts.jsonl": parse_receipt,
+    **SEALED_LINES,
+}
+"""The same for all files."""
+UNREADABLE = (ValueError, ArithmeticError, LookupError, RecursionError, OSError)
+"""What records that nobody should have written can end in; EvidenceError is a ValueError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +52,13 @@ class VerifyConfig:
 
 
 def validate(config: ValidateConfig) -> list[str]:
-    """Return one sentence for each record that does not fit its schema or its neighbours; empty if all do."""
-    problems = []
-    for pattern, parse in LINE_SCHEMAS.items():
-        for path in sorted(config.root.glob(pattern)):
-            if path.read_bytes()[-1:] not in (b"", b"\n"):
-                problems.append(f"{path}: its last line is torn")
-            problems += _bad_lines(path, parse)
+    """Return one sentence for each record that does not fit its schema or its neighbours; empty if all do.
+
+    Raises:
+        EvidenceError: there is no such folder.
+    """
+    check_root(config.root)
+    problems = list(_bad_lines(config.root, LINE_SCHEMAS))
     numbers: dict[str, Path] = {}
     for directory in sorted(path for path in (config.root / "experiments").glob("*") if path.is_dir()):
         problems += [f"{directory}: {text}" for text in _relations(directory)]
@@ -76,67 +82,76 @@ def _relations(directory: Path) -> Iterator[str]:
                     yield f"session {session.number} has a number from before the contract"
                 if row.workload not in contract.track.workloads:
                     yield f"session {session.number} has workload {row.workload!r}, which the contract lacks"
-    except EvidenceError as error:
+    except UNREADABLE as error:
         yield _one_line(error)
 
 
 def verify(config: VerifyConfig) -> list[str]:
     """Return one sentence for each receipt, row or verdict that does not recompute; empty if all do.
 
-    With ``env`` the drift of the environment follows, each sentence beginning with "drift".
+    With ``env`` the drift of the environment follows, each sentence beginning with "drift: ".
+
+    Raises:
+        EvidenceError: there is no such folder.
     """
-    problems = []
+    check_root(config.root)
+    problems = list(_bad_lines(config.root, SEALED_LINES))
     for directory in experiment_directories(config.root):
         problems += [f"{directory}: {text}" for text in _recompute(directory)]
         if config.env:
             problems += [f"drift: {directory.name}: {text}" for text in _drift(directory)]
-    for path in sorted((config.root / "rows").glob("*.jsonl")):
-        problems += _bad_lines(path, parse_benchmark_row)
     return problems
 
 
 def _recompute(directory: Path) -> Iterator[str]:
-    records = Records(directory)
-    broken = verify_chain(read_lines(records.receipts_path), records.genesis)
-    yield from broken
-    if broken:
-        return
+    records, path = Records(directory), directory / "verdict.json"
     try:
+        broken = verify_chain(read_lines(records.receipts_path), records.genesis)
+        yield from broken
+        if broken:
+            return
         if left := records.uncovered():
             yield f"{len(left)} rows are in no receipt (a run was killed, or they were added by hand); run it again"
-        found, body = read_judgement(directory), recompute(directory).to_json()
-    except EvidenceError as error:
+        for last in records.bodies()[-1:]:
+            if last.sources not in ({}, records.sources()):
+                yield "its Python files are not those that the last session ran"
+        body, sealed = recompute(directory).to_json(), records.receipts("verdict")
+        if not path.exists():
+            if records.receipts("session"):
+                yield "it was run but has no verdict.json; run: microllm lab judge"
+        elif not sealed or sealed[-1].body != body:
+            yield "the last verdict's receipt is not what the rows give (nor is verdict.json, if it says otherwise)"
+        elif path.read_bytes() != f"{canonical_json({**body, 'receipt': sealed[-1].digest})}\n".encode():
+            yield "verdict.json is not what the rows give"
+    except UNREADABLE as error:
         yield _one_line(error)
-        return
-    for receipt in records.receipts("session")[-1:]:
-        if receipt.body.get("sources", {}) not in ({}, records.sources()):
-            yield "its Python files are not those that the last session ran"
-    sealed = records.receipts("verdict")
-    if found is None:
-        if records.receipts("session"):
-            yield "it was run but has no verdict.json; run: microllm lab judge"
-    elif not sealed or sealed[-1].body != body:
-        yield "the last verdict's receipt is not what the rows give"
-    elif (directory / "verdict.json").read_text() != canonical_json({**body, "receipt": sealed[-1].digest}) + "\n":
-        yield "verdict.json is not what the rows give"
 
 
 def _drift(directory: Path) -> Iterator[str]:
     for receipt in Records(directory).receipts("session")[-1:]:
         try:
             now = capture_environment(receipt.environment.device, repository=directory)
-        except (RuntimeError, AssertionError) as error:
+        except UnavailableError as error:
             yield f"device {receipt.environment.device!r} is not on this machine: {_one_line(error)}"
         else:
             yield from environment_drift(receipt.environment, now)
 
 
-def _bad_lines(path: Path, parse: Callable[[str], object]) -> Iterator[str]:
-    for number, line in enumerate(read_lines(path), 1):
+def _bad_lines(root: Path, schemas: Mapping[str, Callable[[str], object]]) -> Iterator[str]:
+    found = [(path, parse) for pattern, parse in schemas.items() for path in sorted(root.glob(pattern))]
+    for path, parse in found:
+        if path.read_bytes()[-1:] not in (b"", b"\n"):
+            yield f"{path}: its last line is torn"
         try:
-            parse(line)
-        except EvidenceError as error:
-            yield f"{path}:{number}: {_one_line(error)}"
+            lines = read_lines(path)
+        except UNREADABLE as error:
+            yield _one_line(error)
+            continue
+        for number, line in enumerate(lines, 1):
+            try:
+                parse(line)
+            except UNREADABLE as error:
+                yield f"{path}:{number}: {_one_line(error)}"
 
 
 def _one_line(error: Exception) -> str:
