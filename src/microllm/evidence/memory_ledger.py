@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -119,6 +120,20 @@ _open: list[MemoryLedger] = []
 
 
 @contextmanager
+def torch_profiler(*, memory: bool = False) -> Iterator[profile]:
+    """Run torch's profiler over the context, with allocations and shapes or without, for its raw results alone.
+
+    torch 2.11 warns that a further cycle would lose events. ``acc_events=True`` would keep it quiet, but builds an
+    object of every event as well, which takes longer than all else; there is one cycle here.
+    """
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")
+        with profile(activities=activities, profile_memory=memory, record_shapes=memory) as profiler:
+            yield profiler
+
+
+@contextmanager
 def memory_ledger() -> Iterator[MemoryLedger]:
     """Watch the region inside the context; on a CUDA machine, wait for the device before and after it.
 
@@ -128,10 +143,9 @@ def memory_ledger() -> Iterator[MemoryLedger]:
     if _open:
         raise EvidenceError("got a ledger inside another; need one at a time; use tag() for parts of a region")
     ledger, cuda = MemoryLedger(), torch.cuda.is_available()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     _open.append(ledger)
     try:
-        with profile(activities=activities, profile_memory=True, record_shapes=True, acc_events=True) as profiler:
+        with torch_profiler(memory=True) as profiler:
             if cuda:
                 torch.zeros(1, device="cuda")  # a sign of life: no device event at all means no device tracing
                 torch.cuda.synchronize()

@@ -21,12 +21,11 @@ from torch import nn
 
 # Inductor's own range: public record_function costs 20 µs under the profiler, more than most operators; this one 1 µs.
 from torch._C._profiler import _RecordFunctionFast
-from torch.profiler import ProfilerActivity, profile
 
 from microllm import ops
 from microllm.errors import ConfigError, EvidenceError, RequestError
 from microllm.evidence.environment import Environment, capture_environment
-from microllm.evidence.memory_ledger import EntryKind, LedgerReport, memory_ledger, tag
+from microllm.evidence.memory_ledger import EntryKind, LedgerReport, memory_ledger, tag, torch_profiler
 from microllm.evidence.preflight import CpuMeter, cpu_problems
 from microllm.evidence.spans import TraceFile
 from microllm.evidence.tensor_statistics import Record
@@ -205,9 +204,7 @@ def _time(work: Work, steps: int, *, cuda: bool) -> float:
 
 
 def _record(work: Work, steps: int, *, cuda: bool) -> tuple[float, Any]:
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    # acc_events: without it torch 2.11 warns of events that a second cycle would lose; there is one
-    with profile(activities=activities, acc_events=True) as profiler, _RecordFunctionFast(REGION):
+    with torch_profiler() as profiler, _RecordFunctionFast(REGION):
         wall_ms = _time(work, steps, cuda=cuda)
     assert profiler.profiler is not None
     return wall_ms, profiler.profiler.kineto_results
