@@ -203,14 +203,9 @@ def first_non_finite(trace: Trace, blocks: Sites = BLOCKS) -> Fault | None:
 
 def _fault(row: SiteComparison, layer: str, substage: str, description: str) -> Fault:
     return Fault(
-        layer=layer,
-        substage=substage,
-        seen_at=row.site,
-        kind=row.kind,
-        occurrence=row.occurrence,
-        status=row.status,
+        layer=layer, substage=substage, seen_at=row.site, kind=row.kind, occurrence=row.occurrence, status=row.status,
         description=description,
-    )
+    )  # fmt: skip
 
 
 def _by_key(trace: Trace) -> dict[Key, TensorRecord]:
@@ -219,13 +214,9 @@ def _by_key(trace: Trace) -> dict[Key, TensorRecord]:
 
 def _row(record: TensorRecord, status: Status, detail: str) -> SiteComparison:
     return SiteComparison(
-        kind=record.kind,
-        site=record.site,
-        occurrence=record.occurrence,
-        status=status,
-        shape=record.shape,
+        kind=record.kind, site=record.site, occurrence=record.occurrence, status=status, shape=record.shape,
         detail=detail,
-    )
+    )  # fmt: skip
 
 
 def _judge(

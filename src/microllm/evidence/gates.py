@@ -15,13 +15,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from microllm.errors import EvidenceError
 from microllm.evidence.logits import compare_logits
-from microllm.evidence.tensor_statistics import Record, chunks, error_statistics
+from microllm.evidence.tensor_statistics import Record, error_statistics, same_bits
 
 Band = Literal["pass", "warn", "low"]
 Kind = Literal["values", "distribution"]
@@ -101,7 +100,7 @@ def gate_metrics(kind: Kind, candidate: Tensor, reference: Tensor, targets: Tens
         top1_agreement=compared.top1_agreement + spoiled if compared else None,
         kl=compared.mean_kl + spoiled if compared else None,
         perplexity_change=None if change is None else math.expm1(change), max_abs=error.max_abs + spoiled,
-        relative_l2=error.relative_l2 + spoiled, rms=_rms_difference(candidate, reference),
+        relative_l2=error.relative_l2 + spoiled, rms=error.rms + spoiled,
         num_non_finite=error.non_finite, num_rows=reference.shape[0] if reference.ndim else 1,
     )  # fmt: skip
 
@@ -155,21 +154,6 @@ def run_gate(
         kind=kind, metrics=metrics, band=band(judged, getattr(metrics, judged)), null_identical=null_identical,
         control=control, control_moved=not control >= 1.0 - MOVED, refused=refusals(metrics, floors),
     )  # fmt: skip
-
-
-def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have equal shape, dtype and bytes (NaN payloads and signs of zero count)."""
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    bits = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (first, second)]
-    return torch.equal(*bits)
-
-
-def _rms_difference(candidate: Tensor, reference: Tensor) -> float:
-    squares = 0.0
-    for c, r in zip(chunks(candidate.detach()), chunks(reference.detach()), strict=True):
-        squares += (c.cpu().double() - r.cpu().double()).square().sum().item()
-    return math.sqrt(squares / reference.numel())
 
 
 def _mean_nll(logits_NV: Tensor, targets_N: Tensor) -> float:

@@ -106,12 +106,6 @@ def _compare(
     if len(where):
         place = tuple(int(index) for index in torch.unravel_index(where[0], alone.shape))
     return InvarianceCase(
-        arrangement=arrangement,
-        row=row,
-        batch_size=batch_size,
-        position=position,
-        equal=place is None,
-        num_different=len(where),
-        first_index=place,
-        max_abs=error_statistics(result, alone).max_abs,
-    )
+        arrangement=arrangement, row=row, batch_size=batch_size, position=position, equal=place is None,
+        num_different=len(where), first_index=place, max_abs=error_statistics(result, alone).max_abs,
+    )  # fmt: skip

@@ -81,15 +81,10 @@ def compare_logits(candidate: Tensor, reference: Tensor, *, epsilon: float = 0.0
         seen += len(r)
     kl_all, margin_all = torch.cat(kl), torch.cat(margins)
     return LogitsComparison(
-        num_positions=seen,
-        top1_agreement=1 - len(splits) / seen,
-        min_margin=margin_all.min().item(),
-        median_margin=margin_all.median().item(),
-        mean_kl=kl_all.mean().item(),
-        max_kl=kl_all.max().item(),
-        error=error_statistics(candidate, reference),
-        splits=tuple(splits),
-    )
+        num_positions=seen, top1_agreement=1 - len(splits) / seen, min_margin=margin_all.min().item(),
+        median_margin=margin_all.median().item(), mean_kl=kl_all.mean().item(), max_kl=kl_all.max().item(),
+        error=error_statistics(candidate, reference), splits=tuple(splits),
+    )  # fmt: skip
 
 
 def greedy_splits(
@@ -137,11 +132,6 @@ def _split(place: tuple[int, int], logits_V: Tensor, candidate: int, reference: 
     first, second = logits_V.topk(2).values.tolist()
     gap = first - logits_V[candidate].item()
     return TokenSplit(
-        row=place[0],
-        position=place[1],
-        candidate_token=candidate,
-        reference_token=reference,
-        margin=first - second,
-        gap=gap,
-        accepted=first - second < epsilon and gap < epsilon,
-    )
+        row=place[0], position=place[1], candidate_token=candidate, reference_token=reference, margin=first - second,
+        gap=gap, accepted=first - second < epsilon and gap < epsilon,
+    )  # fmt: skip

@@ -43,12 +43,9 @@ def summarise(values: ArrayLike) -> Interval:
     mean = x.mean(-1)
     half = t_quantile(count - 1) * x.std(-1, ddof=1) / math.sqrt(count)
     return Interval(
-        effect=np.median((x[..., first] + x[..., second]) / 2, axis=-1),
-        lower=mean - half,
-        upper=mean + half,
-        num_positive=(x > 0).sum(-1),
-        count=count,
-    )
+        effect=np.median((x[..., first] + x[..., second]) / 2, axis=-1), lower=mean - half, upper=mean + half,
+        num_positive=(x > 0).sum(-1), count=count,
+    )  # fmt: skip
 
 
 def sign_flip_p(values: ArrayLike) -> float:

@@ -22,11 +22,7 @@ FORCED_SITES = ("layers.*", "norm", "lm_head")
 
 @contextmanager
 def teacher_forced(
-    candidate: nn.Module,
-    reference: Trace,
-    *,
-    blocks: Sites = FORCED_SITES,
-    prefix_strip: str = "model.",
+    candidate: nn.Module, reference: Trace, *, blocks: Sites = FORCED_SITES, prefix_strip: str = "model."
 ) -> Iterator[tuple[str, ...]]:
     """Replace the main input of each matching module by the reference's record; yield the forced sites.
 

@@ -60,6 +60,7 @@ class ErrorStatistics(Record):
 
     numel: int
     max_abs: float
+    rms: float
     relative_l2: float
     row_relative_l2: float
     p999_abs: float
@@ -85,6 +86,14 @@ def chunks(tensor: Tensor) -> Iterator[Tensor]:
         yield from chunks(piece if rows > 1 else piece[0])
 
 
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have equal shape, dtype and bytes (NaN payloads and signs of zero count)."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    bits = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (first, second)]
+    return torch.equal(*bits)
+
+
 def tensor_statistics(tensor: Tensor) -> TensorStatistics:
     """Return the statistics of a tensor of any dtype and layout."""
     count, total, squares, low, high = 0, 0.0, 0.0, math.inf, -math.inf
@@ -97,13 +106,9 @@ def tensor_statistics(tensor: Tensor) -> TensorStatistics:
             squares += finite.square().sum().item()
             low, high = min(low, finite.min().item()), max(high, finite.max().item())
     return TensorStatistics(
-        numel=tensor.numel(),
-        finite_count=count,
-        minimum=low if count else math.nan,
-        maximum=high if count else math.nan,
-        mean=total / count if count else math.nan,
-        l2_norm=math.sqrt(squares),
-    )
+        numel=tensor.numel(), finite_count=count, minimum=low if count else math.nan,
+        maximum=high if count else math.nan, mean=total / count if count else math.nan, l2_norm=math.sqrt(squares),
+    )  # fmt: skip
 
 
 class _Sums:
@@ -180,18 +185,14 @@ def error_statistics(candidate: Tensor, reference: Tensor) -> ErrorStatistics:
     mean = sums.difference_sum / count if count else 0.0
     rms = size / math.sqrt(count) if count else 0.0
     return ErrorStatistics(
-        numel=reference.numel(),
-        max_abs=max(sums.worst, 0.0),
-        relative_l2=_ratio(error, size),
+        numel=reference.numel(), max_abs=max(sums.worst, 0.0),
+        rms=error / math.sqrt(count) if count else 0.0, relative_l2=_ratio(error, size),
         row_relative_l2=sums.row_relative_l2() if width else _ratio(error, size),
-        p999_abs=sums.tail[rank - 1].item() if count else 0.0,
-        cosine_deficit=sums.cosine_deficit(),
-        signed_bias=math.copysign(_ratio(abs(mean), rms), mean),
-        non_finite=sums.non_finite,
-        special_mismatches=sums.mismatches,
-        first_special_index=_position(sums.special_at, shape),
+        p999_abs=sums.tail[rank - 1].item() if count else 0.0, cosine_deficit=sums.cosine_deficit(),
+        signed_bias=math.copysign(_ratio(abs(mean), rms), mean), non_finite=sums.non_finite,
+        special_mismatches=sums.mismatches, first_special_index=_position(sums.special_at, shape),
         worst_index=_position(sums.worst_at, shape),
-    )
+    )  # fmt: skip
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -202,10 +203,4 @@ def _ratio(part: float, whole: float) -> float:
 
 def _position(flat: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Turn a flat index into one an axis; −1 means that there is none."""
-    if flat < 0:
-        return None
-    place: list[int] = []
-    for size in reversed(shape):
-        flat, index = divmod(flat, size)
-        place.append(index)
-    return tuple(reversed(place))
+    return None if flat < 0 else tuple(int(index) for index in torch.unravel_index(torch.tensor(flat), shape))

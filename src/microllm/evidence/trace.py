@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from microllm.errors import EvidenceError
-from microllm.evidence.tensor_statistics import Record, TensorStatistics, tensor_statistics
+from microllm.evidence.tensor_statistics import Record, TensorStatistics, same_bits, tensor_statistics
 
 Keep = Literal["stats", "sample", "whole"]
 Kind = Literal["input", "output", "loss", "gradient", "activation_gradient", "parameter", "optimizer"]
@@ -102,18 +102,12 @@ class Trace:
             self._counts[kind, site] += 1
         self.teacher_forced = self.teacher_forced or FORCING.get()
         tensor = tensor.detach()
-        self.records.append(
-            TensorRecord(
-                kind=kind,
-                site=site,
-                occurrence=occurrence,
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                device=str(tensor.device),
-                statistics=tensor_statistics(tensor),
-                values=self._kept(tensor),
-            )
-        )
+        made = TensorRecord(
+            kind=kind, site=site, occurrence=occurrence, shape=tuple(tensor.shape), device=str(tensor.device),
+            dtype=str(tensor.dtype).removeprefix("torch."), statistics=tensor_statistics(tensor),
+            values=self._kept(tensor),
+        )  # fmt: skip
+        self.records.append(made)
         return occurrence
 
     def add_gradients(self, module: nn.Module, prefix_strip: str = "model.") -> None:
@@ -158,10 +152,7 @@ class Trace:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / "trace.safetensors")
         body = _TraceFile(
-            keep=self.keep,
-            sample_size=self.sample_size,
-            teacher_forced=self.teacher_forced,
-            records=tuple(records),
+            keep=self.keep, sample_size=self.sample_size, teacher_forced=self.teacher_forced, records=tuple(records)
         )
         (directory / "trace.json").write_text(body.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
@@ -174,7 +165,7 @@ class Trace:
             places = torch.unravel_index(_spread(tensor.numel(), self.sample_size), tensor.shape)
             values = tensor[tuple(place.to(tensor.device) for place in places)].cpu()
         for earlier in self._recent:
-            if _same_bits(earlier, values):
+            if same_bits(earlier, values):
                 return earlier
         self._recent.append(values)
         return values
@@ -306,9 +297,3 @@ def _spread(numel: int, count: int) -> Tensor:
     steps = torch.arange(count, dtype=torch.float64)
     places = ((steps + (steps * 0.6180339887498949).frac()) * numel / count).long()
     return places.clamp_(max=numel - 1)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -156,21 +156,11 @@ def run_align(config: AlignConfig, *, twin: nn.Module | None = None) -> AlignRep
     runs, greedy, num_layers = tuple(work.runs), tuple(work.greedy), work.num_layers
     passed, verdict = write_verdict(runs, greedy, num_layers, twin_version())
     report = AlignReport(
-        passed=passed,
-        verdict=verdict,
-        model=config.model,
-        reference=twin_version(),
-        attention=config.attention,
-        num_layers=num_layers,
-        tokens=tuple(ids_BT[0].tolist()),
-        device=config.device,
-        perturbed=work.perturbed,
-        fault=find_fault(runs),
-        runs=runs,
-        greedy=greedy,
-        stages=tuple(stage.done),
+        passed=passed, verdict=verdict, model=config.model, reference=twin_version(), attention=config.attention,
+        num_layers=num_layers, tokens=tuple(ids_BT[0].tolist()), device=config.device, perturbed=work.perturbed,
+        fault=find_fault(runs), runs=runs, greedy=greedy, stages=tuple(stage.done),
         environment=capture_environment(config.device),
-    )
+    )  # fmt: skip
     if config.output is not None:
         with stage("report"):
             write_report(report, config.output)
@@ -211,12 +201,9 @@ class _Work:
             with self.stage(f"{dtype} {mode}"):
                 trace = self._run(model, mode)
                 comparison = compare_traces(
-                    trace,
-                    self._reference,
-                    low=None if low is None else self._run(low, mode),
-                    gate=SITE_GATE,
+                    trace, self._reference, low=None if low is None else self._run(low, mode), gate=SITE_GATE,
                     rule=TripleRule(factor=2.5) if few and mode == "free" else TripleRule(),
-                )
+                )  # fmt: skip
                 epsilon = 2 * LOGITS_GATE if dtype == "fp32" else config.epsilon
                 logits = compare_logits(_logits(trace), _logits(self._reference), epsilon=epsilon)
                 gate = LOGITS_GATE if dtype == "fp32" else None

@@ -20,13 +20,7 @@ from pydantic import ValidationError
 
 from microllm.errors import EvidenceError
 from microllm.evidence.calibration import read_calibration
-from microllm.evidence.environment import (
-    Environment,
-    capture_environment,
-    command_line,
-    read_commit,
-    read_device_name,
-)
+from microllm.evidence.environment import Environment, capture_environment, command_line, read_commit, read_device_name
 from microllm.evidence.gates import Kind
 from microllm.evidence.journal import exclusive, write_atomic
 from microllm.evidence.receipt import append_receipt, now_utc

@@ -39,12 +39,9 @@ def load_twin(
     with _quiet(transformers):
         try:
             twin = transformers.AutoModelForCausalLM.from_pretrained(
-                source.path.parent if is_gguf else source.path,
-                gguf_file=source.path.name if is_gguf else None,
-                dtype=dtype,
-                attn_implementation=attention,
-                local_files_only=True,
-            )
+                source.path.parent if is_gguf else source.path, gguf_file=source.path.name if is_gguf else None,
+                dtype=dtype, attn_implementation=attention, local_files_only=True,
+            )  # fmt: skip
         except (OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"got {source.path}, which transformers does not load ({error}); need a model that it supports"
@@ -72,10 +69,7 @@ def generate_greedily(twin: Any, token_ids: list[int], num_tokens: int) -> tuple
     transformers = _transformers()
     prompt_BT = torch.tensor([token_ids], device=twin.device)
     settings = transformers.GenerationConfig(
-        do_sample=False,
-        max_new_tokens=num_tokens,
-        return_dict_in_generate=True,
-        output_logits=True,
+        do_sample=False, max_new_tokens=num_tokens, return_dict_in_generate=True, output_logits=True
     )
     with _quiet(transformers), torch.no_grad():
         answer = twin.generate(prompt_BT, attention_mask=torch.ones_like(prompt_BT), generation_config=settings)

@@ -56,13 +56,9 @@ def inspect_model(name: str) -> Inspection:
     refused += [f"unexpected tensor {n}" for n in report.unexpected]
     refused += [f"tensor {n}: {report.reasons[n]}" for n in report.incompatible]
     return Inspection(
-        name=source.name,
-        kind=source.kind,
-        config=config,
-        num_parameters=config.num_parameters(),
-        num_tensors=len(checkpoint.tensors.infos),
-        bytes_by_dtype=dict(stored),
+        name=source.name, kind=source.kind, config=config, num_parameters=config.num_parameters(),
+        num_tensors=len(checkpoint.tensors.infos), bytes_by_dtype=dict(stored),
         kv_bytes_per_token={dtype: config.kv_bytes_per_token(dtype) for dtype in ("float32", "bfloat16")},
         generation={k: v for k, v in asdict(checkpoint.generation).items() if v not in (None, ())},
         refused=tuple(refused),
-    )
+    )  # fmt: skip
