@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -234,7 +235,8 @@ def read_until(controller, mark, *, minimum=0, timeout_s=90):
     """Return what the terminal shows once ``mark`` is there and ``minimum`` bytes follow it."""
     seen, end = b"", time.monotonic() + timeout_s
     while not (mark in seen and len(seen.partition(mark)[2]) >= minimum):
-        assert time.monotonic() < end, f"no {mark!r} in {seen[-500:]!r}"
+        ready, _, _ = select.select([controller], [], [], max(0, end - time.monotonic()))
+        assert ready, f"no {mark!r} in {seen[-500:]!r}"
         seen += os.read(controller, 4096)
     return seen
 
