@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -270,3 +272,84 @@ def test_no_template_says_what_to_do():
         with_templates().render_chat(USER)
     with pytest.raises(TextError, match=r"chat templates \['rag', 'tool_use'\] only"):
         with_templates(rag="x", tool_use="y").render_chat(USER)
+
+
+GROW = "{% set ns = namespace(v='ab', l=[]) %}{% for i in range(60) %}{% set ns.v = "
+HOSTILE = [
+    "{{ 'a'.ljust(10**9) }}",
+    "{{ 'a'.ljust(1000000000) }}",
+    "{{ 'a'|center(1000000000) }}",
+    "{{ ('a'|attr('zfill'))(1000000000) }}",
+    "{{ (5).to_bytes(1000000000, 'big') }}",
+    "{{ 'a\nb'|indent(1000000000) }}",
+    "{{ '%999999999d' % 1 }}",
+    "{{ '%*d' % (999999999, 1) }}",
+    "{{ '%((a))999999999d' % {'(a)': 1} }}",
+    "{{ '{:999999999}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 999999999) }}",
+    "{{ '{a:999999999}'.format_map({'a': 1}) }}",
+    "{{ messages|tojson(indent=1000000000) }}",
+    "{{ messages|tojson(separators=('a' * 1000000, 'b')) }}",
+    "{{ [1]|batch(1000000000, 'x')|list }}",
+    "{{ lipsum(n=100000) }}",
+    "{% autoescape 'a'|center(1000000000) %}{% endautoescape %}",
+    "{{ ('a' * 1000000)|replace('', 'b' * 1000000) }}",
+    "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
+    "{{ range(100000)|join('b' * 1000000) }}",
+    "{{ ('b' * 1000000).join(range(100000)|map('string')) }}",
+    GROW + "ns.v ~ ns.v %}{% endfor %}",
+    GROW + "ns.v + ns.v %}{% endfor %}",
+    GROW + "[ns.v, ns.v] %}{% endfor %}{{ ns.v }}",
+    GROW + "[ns.v, ns.v] %}{% endfor %}{{ ns.v|tojson }}",
+    GROW + "[ns.v, ns.v] %}{% endfor %}{{ raise_exception(ns.v) }}",
+    GROW + "[ns.v, ns.v]|join %}{% endfor %}",
+    GROW + "ns.v.replace('a', 'aa') %}{% endfor %}",
+    GROW + "ns.v|replace('a', 'aa') %}{% endfor %}",
+    GROW + "'%s%s' % (ns.v, ns.v) %}{% endfor %}",
+    GROW + "'{0}{0}'.format(ns.v) %}{% endfor %}",
+    GROW + "ns.v|e ~ '&&' %}{% set ns.v = ns.v|e %}{% set ns.v = ns.v ~ ns.v %}{% endfor %}",
+    "{% set ns = namespace(v=3) %}{% for i in range(60) %}{% set ns.v = ns.v * ns.v %}{% endfor %}",
+    "{% macro m(s, n) %}{{ s }}{{ s }}{% if n %}{{ m(s ~ s, n - 1) }}{% endif %}{% endmacro %}{{ m('a', 60) }}",
+    GROW + "ns.v %}{% set ns.v %}{{ ns.v }}{{ ns.v }}{% endset %}{% endfor %}",
+    "{% set ns = namespace(l=[]) %}{% set s = 'é' * 1000000 %}"
+    "{% for i in range(100000) %}{% set ns.l = [ns.l, s[1:]] %}{% endfor %}",
+    "{% set ns = namespace(l=[]) %}{% set s = '世 ' * 500000 %}"
+    "{% for i in range(100000) %}{% set ns.l = [ns.l, s.split()] %}{% endfor %}",
+    "{% set s = '世界' * 500000 %}{% set ns = namespace(l=[]) %}"
+    "{% for i in range(100000) %}{% set ns.l = [ns.l, s|list] %}{% endfor %}",
+]
+MEASURED = """
+import json, resource, sys, time
+from microllm.errors import TextError
+from microllm.io.chat_template import ChatTemplate
+user = [{"role": "user", "content": "Hi"}]
+ChatTemplate("{{ messages }}").render(user)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 200 * 10**6,) * 2)
+for source in json.load(sys.stdin):
+    start = time.process_time()
+    try:
+        ChatTemplate(source).render(user)
+    except TextError as error:
+        seconds = time.process_time() - start
+        if "MemoryError" in str(error) or seconds > 1:
+            print(source, seconds, error)
+    else:
+        print(source, "was rendered")
+print("done")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and limits the address space")
+def test_hostile_templates_stay_small_and_quick():
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURED], input=json.dumps(HOSTILE), capture_output=True, text=True, check=False
+    )
+    assert (run.stdout, run.returncode) == ("done\n", 0), run.stdout + run.stderr
+
+
+def test_the_limit_is_named():
+    with pytest.raises(TextError, match="makes more than 150994944 bytes of values"):
+        ChatTemplate(GROW + "ns.v ~ ns.v %}{% endfor %}").render(USER)
+    with pytest.raises(TextError, match="No filter named 'center'"):
+        ChatTemplate("{{ 'a'|center(9) }}")
