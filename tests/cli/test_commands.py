@@ -195,6 +195,16 @@ def test_chat_remembers_turns_and_starts_over(capsys, tiny, monkeypatch):
     assert lengths[1] > alone + len("<|user|>cd")
 
 
+def test_chat_asks_the_model_no_command_it_does_not_know(capsys, tiny, monkeypatch):
+    lines = iter(["/help", "/ab/cd", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    assert main(["chat", "--model", tiny, "--max-tokens", "1", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert "got /help. Commands: /new" in shown.err
+    (turn,) = [json.loads(line) for line in shown.out.splitlines()]
+    assert len(turn["prompt_token_ids"]) == len("<|user|>/ab/cd<|assistant|>")
+
+
 def test_a_turn_that_does_not_fit_is_said_and_forgotten(capsys, tiny, monkeypatch):
     lines = iter(["x" * 200, "ab"])
 

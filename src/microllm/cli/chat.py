@@ -49,6 +49,9 @@ class Chat:
             if line == "/new":
                 messages = list(opening)
                 continue
+            if line.startswith("/") and line[1:].isalpha():
+                print(f"microllm: got {line}. {HELP}", file=sys.stderr)
+                continue
             messages.append({"role": "user", "content": line})
             completion = self._answer(llm, messages)
             if completion is None:

@@ -31,8 +31,11 @@ class RenderConfig:
     """Where the records lie, which documents hold marked tables (files or folders), and whether only to check."""
 
     root: Path = Path("lab")
+    """Where the records lie."""
     documents: tuple[str, ...] = ("README.md", "docs")
+    """Files, or folders of files, that hold marked tables."""
     check: bool = False
+    """Write nothing; fail where a picture or table is not current."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,9 +22,13 @@ class StartupConfig:
     """One start-up measurement: which model answers what, how often."""
 
     model: str = "demo"
+    """A directory, a GGUF file, a name in the local Hugging Face cache, or "demo"."""
     prompt: str = "What is the capital of France?"
+    """What the model answers."""
     device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
     repeats: int = 3
+    """How many processes are timed, after one that only warms the disk cache."""
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
