@@ -9,6 +9,9 @@ import pytest
 # Read when transformers and tokenizers are first imported, so set before any test module is.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Read when torch is: its threads sleep between parallel regions. Spinning, they make these tests fourteen times slower
+# on a machine that has other work, and save nothing on an idle one.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from hypothesis import settings
