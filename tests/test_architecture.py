@@ -83,12 +83,15 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "lab/hf_twin.py": {"transformers"},
     "lab/staircase.py": {"matplotlib"},
     "model/loading.py": {"microllm.io.checkpoint"},
+    "ops/attention.py": {"torch.nn.attention.varlen"},  # brings the compiler along: seconds
+    "ops/select.py": {"microllm.ops.kernels"},  # brings triton
 }
 
 # File -> the environment variables it may read.
 ENVIRONMENT: dict[str, set[str]] = {
     "io/demo.py": {"MICROLLM_HOME"},
     "io/resolve.py": {"HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"},  # huggingface_hub's own
+    "ops/select.py": {"TRITON_INTERPRET"},  # triton's own
 }
 
 # Functions that hand on **changes: each checks the names first.
@@ -614,6 +617,6 @@ def test_contributing_recipes_are_six_lines_and_name_what_exists():
     assert paths
     assert not missing
     code = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
-    for name in ("Family", "_block_shapes", "CONTRACT", "_ROWS", "CONTRACTS", "require"):
+    for name in ("Family", "_block_shapes", "Contract", "Rule", "Operator", "_ROWS", "CONTRACTS", "KERNELS"):
         assert f"`{name}`" in text or f".{name}`" in text
         assert re.search(rf"\b{name}\b", code), f"CONTRIBUTING names {name}, which is gone"

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from microllm.ops.contract import EXACT, INT64, Arg, Contract, Rule, Sizes, between
+from microllm.ops.contract import EXACT, INT64, Arg, Contract, Out, Rule, Sink, Sizes, between, cases
 from microllm.ops.operator import Operator
 
 
-def argmax(logits: Tensor, *, out: Tensor | None = None) -> Tensor:
+def argmax(logits: Tensor, *, out: Out = None) -> Tensor:
     """Return the index of each row's largest value; -1 where the row holds NaN or an infinity.
 
     A value of -inf is how a mask forbids a token, so it is allowed; a row with nothing else gives -1.
@@ -26,7 +26,7 @@ def argmax(logits: Tensor, *, out: Tensor | None = None) -> Tensor:
     return ARGMAX(logits, out=out)
 
 
-def lm_head_argmax(x: Tensor, w: Tensor, *, out: Tensor | None = None, sink: dict[str, Tensor] | None = None) -> Tensor:
+def lm_head_argmax(x: Tensor, w: Tensor, *, out: Out = None, sink: Sink = None) -> Tensor:
     """Return argmax(linear(x, w)) without keeping the logits.
 
     Shapes:  x [A, D], w [V, D] -> [A] int64
@@ -45,7 +45,7 @@ def argmax_reference(logits: Tensor) -> Tensor:
     return torch.where(best.squeeze(1).isfinite(), token, -1)
 
 
-def _head_reference(x: Tensor, w: Tensor, sink: dict[str, Tensor] | None = None) -> Tensor:
+def _head_reference(x: Tensor, w: Tensor, sink: Sink = None) -> Tensor:
     logits = functional.linear(x, w)
     if sink is not None:
         sink.update(logits=logits)
@@ -64,7 +64,7 @@ _TOKEN = (Arg("token", "A", dtypes=INT64),)
 ARGMAX = Operator(Contract(
     name="argmax", args=(Arg("logits", "AV"),), results=_TOKEN,
     rules=(Rule("V above 0", lambda logits: logits.shape[1] > 0, ({"logits": torch.zeros(2, 0)},)),),
-    reference=argmax_reference, sizes=({"A": 4, "V": 1000}, {"A": 1, "V": 1}, {"A": 64, "V": 3}, {"A": 0, "V": 3}),
+    reference=argmax_reference, sizes=cases("A4 V1000", "A1 V1", "A64 V3", "A0 V3"),
     forward=EXACT, num_flops=lambda s: s["A"] * s["V"],
 ))  # fmt: skip
 
@@ -72,8 +72,6 @@ LM_HEAD_ARGMAX = Operator(Contract(
     name="lm_head_argmax", args=(Arg("x", "AD", between(0.5, 1.5)), Arg("w", "VD", _one_winner)), results=_TOKEN,
     rules=(Rule("V above 0", lambda x, w: w.shape[0] > 0, ({"w": lambda c: c["w"][:0]},)),),
     reference=_head_reference, sink=("logits",),
-    sizes=({"A": 3, "V": 101, "D": 64}, {"A": 1, "V": 1, "D": 1}, {"A": 33, "V": 7, "D": 65}), forward=EXACT,
+    sizes=cases("A3 V101 D64", "A1 V1 D1", "A33 V7 D65"), forward=EXACT,
     num_flops=lambda s: 2 * s["A"] * s["V"] * s["D"],
 ))  # fmt: skip
-
-OPERATORS = (ARGMAX, LM_HEAD_ARGMAX)

@@ -12,37 +12,37 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import VENDOR, Arg, Contract, Sizes, Tolerance, numel, rounded
+from microllm.ops.contract import VENDOR, Arg, Contract, Out, Sizes, Tolerance, cases, numel, rounded
 from microllm.ops.linear import LINEAR_TOLERANCE
 from microllm.ops.operator import Operator
 
 
-def add(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+def add(a: Tensor, b: Tensor, *, out: Out = None) -> Tensor:
     """Return a + b, both of one shape and dtype; nothing is broadcast."""
     return ADD(a, b, out=out)
 
 
-def multiply(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+def multiply(a: Tensor, b: Tensor, *, out: Out = None) -> Tensor:
     """Return a * b, both of one shape and dtype; nothing is broadcast."""
     return MULTIPLY(a, b, out=out)
 
 
-def add_bias(x: Tensor, bias: Tensor, *, out: Tensor | None = None) -> Tensor:
+def add_bias(x: Tensor, bias: Tensor, *, out: Out = None) -> Tensor:
     """Return x [..., D] + bias [D]."""
     return ADD_BIAS(x, bias, out=out)
 
 
-def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+def matmul(a: Tensor, b: Tensor, *, out: Out = None) -> Tensor:
     """Return a [..., M, K] times b [..., K, N], leading axes equal; fp32 accumulation, rounded once."""
     return MATMUL(a, b, out=out)
 
 
-def softmax(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+def softmax(x: Tensor, *, out: Out = None) -> Tensor:
     """Return the softmax over the last axis; reduced in fp32, rounded once."""
     return SOFTMAX(x, out=out)
 
 
-def causal_softmax(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+def causal_softmax(x: Tensor, *, out: Out = None) -> Tensor:
     """Return the softmax of scores [..., T, T] over keys up to the query's own; later ones are exactly 0."""
     return CAUSAL_SOFTMAX(x, out=out)
 
@@ -68,10 +68,7 @@ def _operator(
     ))  # fmt: skip
 
 
-_SIZES = (
-    {"...": (3, 2), "D": 65, "M": 7, "K": 33, "N": 9, "T": 6}, {"...": (), "D": 1, "M": 1, "K": 1, "N": 1, "T": 1},
-    {"...": (5,), "D": 8, "M": 2, "K": 64, "N": 128, "T": 33},
-)  # fmt: skip
+_SIZES = cases("...3,2 D65 M7 K33 N9 T6", "... D1 M1 K1 N1 T1", "...5 D8 M2 K64 N128 T33")
 _ELEMENTWISE, _SOFTMAX = rounded(1e-6, 1e-6), rounded(2e-6, 2e-5)
 _PAIR = (("a", "...D"), ("b", "...D"))
 
@@ -95,4 +92,4 @@ CAUSAL_SOFTMAX = _operator(
     lambda x, out=None: torch.softmax(_masked(x), dim=-1, out=out) if out is not None else _masked(x).softmax(-1),
 )  # fmt: skip
 
-OPERATORS = (ADD, MULTIPLY, ADD_BIAS, MATMUL, SOFTMAX, CAUSAL_SOFTMAX)
+ARITHMETIC = (ADD, MULTIPLY, ADD_BIAS, MATMUL, SOFTMAX, CAUSAL_SOFTMAX)

@@ -12,15 +12,15 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn import functional
 
-from microllm.ops.contract import INT64, VENDOR, Arg, Contract, Rule, Sizes, numel, rounded
+from microllm.ops.contract import INT64, VENDOR, Arg, Contract, Out, Rule, Sink, Sizes, cases, numel, rounded
 from microllm.ops.operator import Operator
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float, out: Tensor | None = None,
-    sink: dict[str, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float, out: Out = None,
+    sink: Sink = None,
 ) -> Tensor:  # fmt: skip
     """Return softmax(scale q kT) v, a query seeing the key slots up to its own position.
 
@@ -34,7 +34,7 @@ def attention(
     return ATTENTION(q, k, v, positions, scale, out=out, sink=sink)
 
 
-def attention_full(q: Tensor, k: Tensor, v: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
+def attention_full(q: Tensor, k: Tensor, v: Tensor, *, scale: float, out: Out = None) -> Tensor:
     """Return causal attention of whole sequences.
 
     Shapes:  q [B, T, H, D], k and v [B, T, G, D] -> [B, T, H, D]
@@ -46,7 +46,7 @@ def attention_full(q: Tensor, k: Tensor, v: Tensor, *, scale: float, out: Tensor
 
 
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, max_length: int, scale: float, out: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, max_length: int, scale: float, out: Out = None
 ) -> Tensor:
     """Return causal attention of documents laid end to end: a token sees its own document's earlier tokens.
 
@@ -60,9 +60,7 @@ def attention_varlen(
     return VARLEN(q, k, v, starts, max_length, scale, out=out)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, sink: dict[str, Tensor] | None = None
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, sink: Sink = None) -> Tensor:
     """Attend where ``hidden`` [B, T, S] is false."""
     B, T, H, D = q.shape
     S, G = k.shape[1:3]
@@ -76,9 +74,7 @@ def _attend(
     return context.view(B, G, H // G, T, D).permute(0, 3, 1, 2, 4).reshape(B, T, H, D).to(q.dtype)
 
 
-def _reference(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, sink: dict[str, Tensor] | None = None
-) -> Tensor:
+def _reference(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, sink: Sink = None) -> Tensor:
     hidden = torch.arange(k.shape[1], device=q.device) > positions[:, :, None]
     return _attend(q, k, v, hidden, scale, sink)
 
@@ -95,35 +91,38 @@ def _varlen_reference(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, max_lengt
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    heads = (t.transpose(1, 2) for t in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(
-        *heads, is_causal=True, scale=scale, enable_gqa=bool(q.shape[2] != k.shape[2])
-    ).transpose(1, 2).contiguous()  # fmt: skip
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    context = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=_gqa(q, k))
+    return context.transpose(1, 2).contiguous()
+
+
+def _gqa(q: Tensor, k: Tensor) -> bool:
+    return bool(q.shape[1] != k.shape[1])
 
 
 def _sdpa_suits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[bool, str]:
     if type(q) is not Tensor and type(q) is not torch.nn.Parameter:
         return True, "SDPA, traced: the compiler takes the backend"
-    heads = (t.transpose(1, 2) for t in (q, k, v))
-    number = torch._fused_sdp_choice(*heads, is_causal=True, scale=scale, enable_gqa=bool(q.shape[2] != k.shape[2]))
-    backend = next(name for name, value in SDPBackend.__members__.items() if int(value) == number)
-    return backend != "MATH", f"SDPA's backend {backend}"
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    backend = torch.ops.aten._fused_sdp_choice(q, k, v, is_causal=True, scale=scale, enable_gqa=_gqa(q, k))
+    return backend > 0, f"SDPA's backend {_BACKENDS[max(backend, 0)]}"
+
+
+_BACKENDS = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "OVERRIDEABLE")
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, max_length: int, scale: float) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # brings the compiler along: seconds
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - brings the compiler along: seconds
 
     y = varlen_attn(
         q, k, v, starts, starts, max_length, max_length, scale=scale, window_size=(-1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=_gqa(q, k),
     )  # fmt: skip
     assert isinstance(y, Tensor)
     return y
 
 
-def _varlen_suits(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, max_length: int, scale: float
-) -> tuple[bool, str]:
+def _varlen_suits(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, max_length: int, scale: float) -> tuple[bool, str]:
     return q.dtype != torch.float32, "torch's varlen flash attention, which takes bf16 and fp16"
 
 
@@ -154,8 +153,7 @@ ATTENTION = Operator(Contract(
     args=(Arg("q", "BTHD"), Arg("k", "BSGD"), Arg("v", "BSGD"), Arg("positions", "BT", _last_positions, INT64)),
     results=(Arg("context", "BTHD"),), scalars={"scale": 0.125}, rules=(_groups(2), _SCALE), reference=_reference,
     composite=True, sink=("scores", "weights"),
-    sizes=({"B": 2, "T": 5, "S": 5, "H": 6, "G": 2, "D": 64}, {"B": 1, "T": 1, "S": 1, "H": 1, "G": 1, "D": 2},
-        {"B": 3, "T": 1, "S": 17, "H": 4, "G": 4, "D": 16}, {"B": 1, "T": 4, "S": 33, "H": 9, "G": 3, "D": 64}),
+    sizes=cases("B2 T5 S5 H6 G2 D64", "B1 T1 S1 H1 G1 D2", "B3 T1 S17 H4 G4 D16", "B1 T4 S33 H9 G3 D64"),
     forward=_EXACT, backward=_BACKWARD, num_flops=lambda s: 4 * numel(s, "BTHD") * s["S"],
 ))  # fmt: skip
 
@@ -163,8 +161,7 @@ FULL = Operator(Contract(
     name="attention_full", args=_QKV, results=(Arg("context", "BTHD"),), scalars={"scale": 0.125},
     rules=(_groups(2), _SCALE), reference=_full_reference, vendor=_sdpa, vendor_suits=_sdpa_suits, composite=True,
     levels=VENDOR,
-    sizes=({"B": 2, "T": 5, "H": 6, "G": 2, "D": 64}, {"B": 1, "T": 1, "H": 1, "G": 1, "D": 8}, {"B": 1, "T": 33,
-        "H": 4, "G": 4, "D": 16}),
+    sizes=cases("B2 T5 H6 G2 D64", "B1 T1 H1 G1 D8", "B1 T33 H4 G4 D16"),
     forward=_LIBRARY, backward=_BACKWARD, num_flops=lambda s: 2 * numel(s, "BTHD") * s["T"],
 ))  # fmt: skip
 
@@ -175,9 +172,6 @@ VARLEN = Operator(Contract(
     rules=(_groups(1), _SCALE, Rule("max_length above 0", lambda *v: v[-2] > 0, ({"max_length": 0},))),
     reference=_varlen_reference, vendor=_varlen, vendor_suits=_varlen_suits, composite=True,
     levels={"cpu": ("reference",), "cuda": ("vendor", "reference")},
-    sizes=({"N": 33, "H": 6, "G": 2, "D": 64, "E": 5}, {"N": 1, "H": 1, "G": 1, "D": 8, "E": 2}, {"N": 20, "H": 2,
-        "G": 2, "D": 32, "E": 3}),
+    sizes=cases("N33 H6 G2 D64 E5", "N1 H1 G1 D8 E2", "N20 H2 G2 D32 E3"),
     forward=_LIBRARY, backward=_BACKWARD, num_flops=lambda s: 2 * numel(s, "NHD") * s["N"],
 ))  # fmt: skip
-
-OPERATORS = (ATTENTION, FULL, VARLEN)

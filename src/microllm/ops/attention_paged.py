@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from microllm.ops.contract import INT64, Arg, Contract, Rule, Sizes, numel, rounded
-from microllm.ops.kv_store import draw_page_table, page_rules, pages
+from microllm.ops.contract import INT64, Arg, Contract, Out, Rule, Sink, Sizes, cases, numel, rounded
+from microllm.ops.kv_store import TABLE, page_rules, pages
 from microllm.ops.operator import Operator
 
-MAX_DECODE_QUERIES = 8
 _ROW_MULTIPLE = 16  # torch's CPU products change their bits below 16 rows
 
 
 def attention_decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, positions: Tensor, *, scale: float,
-    split: int = 256, out: Tensor | None = None, sink: dict[str, Tensor] | None = None,
+    split: int = 256, out: Out = None, sink: Sink = None,
 ) -> Tensor:  # fmt: skip
     """Return attention of at most 8 queries a row over the row's pages up to each query's position.
 
@@ -43,7 +42,7 @@ def attention_decode(
 
 def attention_prefill(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, positions: Tensor, *, scale: float,
-    split: int = 256, out: Tensor | None = None, sink: dict[str, Tensor] | None = None,
+    split: int = 256, out: Out = None, sink: Sink = None,
 ) -> Tensor:  # fmt: skip
     """Return attention of a chunk of queries over the row's earlier pages and the chunk's own.
 
@@ -57,7 +56,7 @@ def attention_prefill(
 
 def _reference(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, positions: Tensor, scale: float, split: int,
-    sink: dict[str, Tensor] | None = None,
+    sink: Sink = None,
 ) -> Tensor:  # fmt: skip
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for a, length in enumerate((positions.amax(dim=1) + 1).tolist() if positions.numel() else []):
@@ -110,8 +109,7 @@ def _walk(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: flo
 
 def _draw_positions(shape: tuple[int, ...], sizes: Sizes, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Draw runs of positions, each row's from a place of its own, the last row's first one idle where it has two."""
-    latest = sizes["N"] * sizes["S"] - shape[1]
-    first = torch.randint(latest + 1, (shape[0], 1), generator=generator)
+    first = torch.randint(sizes["N"] * sizes["S"] - shape[1] + 1, (shape[0], 1), generator=generator)
     positions = first + torch.arange(shape[1])
     if shape[1] > 1:
         positions[-1, -1] = -1
@@ -121,49 +119,32 @@ def _draw_positions(shape: tuple[int, ...], sizes: Sizes, dtype: torch.dtype, ge
 _RULES = (
     Rule("H a multiple of G", lambda q, k, *_: q.shape[2] % k.shape[2] == 0, ({"q": lambda c: c["q"][:, :, :-1]},)),
     Rule("a finite scale above 0", lambda *v: 0 < v[5] < math.inf, ({"scale": 0.0}, {"scale": math.nan})),
-    Rule(
-        "split a multiple of S", lambda q, k, v, table, positions, scale, split: 0 < split and split % k.shape[1] == 0,
-        ({"split": 0}, {"split": 10}),
-    ),
-    *page_rules(1),
+    Rule("split a multiple of S", lambda *v: v[6] > 0 and v[6] % v[1].shape[1] == 0, ({"split": 0}, {"split": 10})),
+    *page_rules(1, 3),
+)
+_FEW = Rule(
+    "T at most 8", lambda q, *_: q.shape[1] <= 8,
+    ({"q": lambda c: c["q"].repeat(1, 9, 1, 1), "positions": lambda c: c["positions"].repeat(1, 9)},),
 )  # fmt: skip
 
 
-def _operator(name: str, rules: tuple[Rule, ...], sizes: tuple[Sizes, ...]) -> Operator:
+def _operator(name: str, rules: tuple[Rule, ...], *sizes: str) -> Operator:
     return Operator(Contract(
-        name=name,
-        args=(Arg("q", "ATHD"), pages("k_pages"), pages("v_pages"), Arg("page_table", "AN", draw_page_table,
-            (torch.int32,)), Arg("positions", "AT", _draw_positions, INT64)),
-        results=(Arg("context", "ATHD"),), scalars={"scale": 0.125, "split": 32}, rules=(*rules, *_RULES),
-        reference=_reference, invariant=("reference",), sink=("scores",), sizes=sizes,
-        forward=rounded(2e-5, 2e-5, wide=8e-4),
+        name=name, args=(
+            Arg("q", "ATHD"), pages("k_pages"), pages("v_pages"), TABLE, Arg("positions", "AT", _draw_positions, INT64),
+        ),
+        results=(Arg("context", "ATHD"),), scalars={"scale": 0.125, "split": 32}, rules=rules, reference=_reference,
+        invariant=("reference",), sink=("scores",), sizes=cases(*sizes), forward=rounded(2e-5, 2e-5, wide=8e-4),
         traffic=lambda s, item: 2 * item * (numel(s, "ATHD") + s["A"] * s["N"] * numel(s, "SGD")),
         num_flops=lambda s: 4 * numel(s, "ATHD") * s["N"] * s["S"],
     ))  # fmt: skip
 
 
 DECODE = _operator(
-    "attention_decode",
-    (
-        Rule(
-            f"T at most {MAX_DECODE_QUERIES}", lambda q, *_: q.shape[1] <= MAX_DECODE_QUERIES,
-            ({"q": lambda c: c["q"].repeat(1, 9, 1, 1), "positions": lambda c: c["positions"].repeat(1, 9)},),
-        ),
-    ),
-    (
-        {"A": 3, "T": 2, "H": 6, "G": 2, "D": 64, "P": 40, "S": 16, "N": 9},
-        {"A": 1, "T": 1, "H": 1, "G": 1, "D": 2, "P": 2, "S": 8, "N": 2},
-        {"A": 5, "T": 1, "H": 8, "G": 4, "D": 32, "P": 99, "S": 4, "N": 17},
-    ),
+    "attention_decode", (*_RULES, _FEW), "A3 T2 H6 G2 D64 P40 S16 N9", "A1 T1 H1 G1 D2 P2 S8 N2",
+    "A5 T1 H8 G4 D32 P99 S4 N17",
 )  # fmt: skip
 PREFILL = _operator(
-    "attention_prefill",
-    (),
-    (
-        {"A": 2, "T": 37, "H": 6, "G": 2, "D": 64, "P": 40, "S": 16, "N": 9},
-        {"A": 1, "T": 1, "H": 2, "G": 1, "D": 2, "P": 2, "S": 8, "N": 2},
-        {"A": 1, "T": 64, "H": 4, "G": 4, "D": 32, "P": 20, "S": 8, "N": 8},
-    ),
-)
-
-OPERATORS = (DECODE, PREFILL)
+    "attention_prefill", _RULES, "A2 T37 H6 G2 D64 P40 S16 N9", "A1 T1 H2 G1 D2 P2 S8 N2",
+    "A1 T64 H4 G4 D32 P20 S8 N8",
+)  # fmt: skip

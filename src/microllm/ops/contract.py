@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from microllm.errors import OperatorError
 Level = Literal["reference", "vendor", "triton"]
 Sizes = Mapping[str, Any]
 Draw = Callable[[tuple[int, ...], Sizes, torch.dtype, torch.Generator], Any]
+Out: TypeAlias = Tensor | None
+Outs: TypeAlias = tuple[Tensor, ...] | None
+Sink: TypeAlias = dict[str, Tensor] | None
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP32, INT64 = (torch.float32,), (torch.int64,)
 REFERENCE: Mapping[str, tuple[Level, ...]] = {"cpu": ("reference",), "cuda": ("reference",)}
@@ -51,7 +54,12 @@ def rounded(atol: float, rtol: float, times: int = 1, *, wide: float = 1e-6) -> 
     }
 
 
-EXACT = {dtype: Tolerance(0, 0) for dtype in FLOATS}
+def flat(atol: float, rtol: float) -> dict[torch.dtype, Tolerance]:
+    """Return one tolerance for all float dtypes: of results that are fp32 or exact whatever comes in."""
+    return {dtype: Tolerance(atol, rtol) for dtype in FLOATS}
+
+
+EXACT = flat(0, 0)
 """No tolerance at all: what is only moved, compared or counted."""
 
 
@@ -86,6 +94,16 @@ def ids_below(letter: str) -> Draw:
         return torch.randint(sizes[letter], shape, generator=generator, dtype=dtype)
 
     return draw
+
+
+def cases(*words: str) -> tuple[Sizes, ...]:
+    """Return sizes from words: "B2 T7" gives B = 2 and T = 7, "...3,2" two leading axes, "..." none."""
+
+    def size(axis: str, number: str) -> int | tuple[int, ...]:
+        return tuple(int(n) for n in number.split(",") if n) if axis == "..." else int(number)
+
+    found = (re.findall(r"(\.\.\.|[A-Z])([\d,]*)", text) for text in words)
+    return tuple({axis: size(axis, number) for axis, number in pairs} for pairs in found)
 
 
 @dataclass(frozen=True)
@@ -173,9 +191,11 @@ class Rule:
 class Contract:
     """What an operator promises, in a form that a test can drive.
 
-    ``reference`` takes the tensors of ``args``, then ``scalars``, by position. So does ``vendor``, and
-    ``out=`` where ``vendor_takes_out``; ``vendor_suits`` says whether it takes a call, and why. ``autograd`` is torch's pair (backward, setup_context).
-    ``composite``: made of torch's operators, which bring gradients and fakes. ``levels``: best first, by device.
+    ``reference`` takes the tensors of ``args``, then ``scalars``, by position; ``vendor`` too, and ``out=`` where
+    ``vendor_takes_out``; ``vendor_suits`` says whether it takes a call, and why.
+    ``autograd``: torch's pair (backward, setup_context).
+    ``composite``: made of torch's operators, which bring gradients and fakes.
+    ``levels``: best first, by device.
     ``invariant``: the levels at which a row's bits do not depend on the other rows of the call.
     ``sink``: the intermediates that the diagnostic form returns.
 
@@ -202,41 +222,32 @@ class Contract:
     traffic: Callable[[Sizes, int], int] | None = None
     num_flops: Callable[[Sizes], int]
 
-    def check(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Return the size of each axis letter.
-
-        Raises:
-            OperatorError: an axis, dtype, device or layout is not what the row says, or a rule is broken.
-        """
+    def check(self, values: Sequence[Any]) -> None:
+        """Raise ``OperatorError`` where an axis, dtype, device or layout is not the row's, or a rule is broken."""
         sizes: dict[str, Any] = {}
-        dtype: torch.dtype | None = None
-        device: torch.device | None = None
+        dtype = device = None
         for arg, value in zip(self.args, values, strict=False):
-            if value is None and arg.optional:
-                continue
-            for t in value if arg.many else (value,):
+            for t in value if arg.many else () if value is None and arg.optional else (value,):
                 if not isinstance(t, Tensor):
-                    self.refuse(values, "tensors")
-                dtype = t.dtype if dtype is None and not arg.dtypes else dtype
-                device = device or t.device
-                if t.dtype not in (arg.dtypes or FLOATS) or not (arg.dtypes or t.dtype == dtype):
                     self.refuse(values, self.needs)
-                if t.device != device or not (arg.many or arg.bind(t, sizes)) or not arg.lies_well(t):
+                device = device or t.device
+                dtype = dtype or (None if arg.dtypes else t.dtype)
+                fits = t.device == device and (t.dtype in arg.dtypes or (t.dtype == dtype and t.dtype in FLOATS))
+                if not (fits and (arg.many or arg.bind(t, sizes)) and arg.lies_well(t)):
                     self.refuse(values, self.needs)
         for rule in self.rules:
             if not rule.by_value and not rule.holds(*values):
                 self.refuse(values, rule.need)
-        return sizes
 
-    def bind(self, values: Sequence[Any]) -> tuple[dict[str, Any], torch.dtype]:
-        """Return the size of each axis letter and the shared float dtype of a call that has been checked."""
+    def outcome(self, values: Sequence[Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shape and dtype of each result of a call that has been checked."""
         sizes: dict[str, Any] = {}
         shared = torch.float32
         for arg, value in zip(self.args, values, strict=False):
             if value is not None and not arg.many:
                 arg.bind(value, sizes)
                 shared = shared if arg.dtypes else value.dtype
-        return sizes, shared
+        return [(result.shape(sizes), result.dtypes[0] if result.dtypes else shared) for result in self.results]
 
     def check_values(self, values: Sequence[Any]) -> None:
         """Raise unless the rules that look into tensors hold."""
@@ -253,11 +264,9 @@ class Contract:
     @property
     def needs(self) -> str:
         """The arguments' axes and dtypes in words."""
-        words = (f"{a.name} [{a.axes}]" + "".join(f" {_short(d)}" for d in a.dtypes) for a in self.args)
-        return (
-            f"{', '.join(words)}; one float dtype (fp32, bf16, fp16) where none is named, one device, "
-            "rows contiguous; cast, move or call .contiguous()"
-        )
+        words = ", ".join(f"{a.name} [{a.axes}]" + "".join(f" {_short(d)}" for d in a.dtypes) for a in self.args)
+        one = "one float dtype (fp32, bf16, fp16) where none is named, one device, rows contiguous"
+        return f"{words}; {one}; cast, move or call .contiguous()"
 
     @property
     def takes_grad(self) -> bool:
@@ -286,7 +295,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _described(value: Any) -> str:  # noqa: ANN401 - any argument
+def _described(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"{len(value)} x {_described(value[0])}" if value else "none"
     if not isinstance(value, Tensor):

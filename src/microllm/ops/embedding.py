@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import EXACT, Arg, Contract, Rule, ids_below, in_range, numel, rounded
-from microllm.ops.operator import Operator
+from microllm.ops.contract import EXACT, Arg, Contract, Out, Rule, cases, ids_below, in_range, numel, rounded
+from microllm.ops.operator import Operator, saving
 
 
-def embedding(ids: Tensor, w: Tensor, *, out: Tensor | None = None) -> Tensor:
+def embedding(ids: Tensor, w: Tensor, *, out: Out = None) -> Tensor:
     """Return the rows of w that ids name.
 
     Shapes:  ids [...] int32 or int64, w [V, D] -> [..., D]
@@ -25,14 +25,9 @@ def embedding(ids: Tensor, w: Tensor, *, out: Tensor | None = None) -> Tensor:
     return EMBEDDING(ids, w, out=out)
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ANN401 - torch's context
-    ids, w = inputs
-    ctx.num_rows = w.shape[0]
-    ctx.save_for_backward(ids)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:  # noqa: ANN401
-    return None, torch.ops.aten.embedding_dense_backward(dy, ctx.saved_tensors[0], ctx.num_rows, -1, False)
+def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+    ids, w = ctx.saved_tensors
+    return None, torch.ops.aten.embedding_dense_backward(dy, ids, w.shape[0], -1, False)
 
 
 EMBEDDING = Operator(Contract(
@@ -42,10 +37,8 @@ EMBEDDING = Operator(Contract(
     rules=(Rule("ids from 0 to V - 1", lambda ids, w: in_range(ids, 0, w.shape[0]),
         ({"ids": lambda c: c["ids"] + c["w"].shape[0]}, {"ids": lambda c: c["ids"] - c["w"].shape[0]}),
         by_value=True,),),
-    reference=lambda ids, w: torch.nn.functional.embedding(ids, w), autograd=(_backward, _setup),
-    sizes=({"...": (2, 5), "V": 11, "D": 24}, {"...": (), "V": 1, "D": 1}, {"...": (0,), "V": 3, "D": 8}),
+    reference=lambda ids, w: torch.nn.functional.embedding(ids, w), autograd=(_backward, saving(0, 1)),
+    sizes=cases("...2,5 V11 D24", "... V1 D1", "...0 V3 D8"),
     forward=EXACT, backward=rounded(1e-6, 1e-6, times=4),
     traffic=lambda s, item: 2 * numel(s, "...D") * item + 8 * numel(s, "..."), num_flops=lambda s: 0,
 ))  # fmt: skip
-
-OPERATORS = (EMBEDDING,)

@@ -6,12 +6,10 @@ Axes:    B or A = rows, T = tokens, C = cache capacity, G = KV heads, D = head d
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import EXACT, FLOATS, INT64, Arg, Contract, Rule, Sizes, in_range, numel
+from microllm.ops.contract import EXACT, FLOATS, INT64, Arg, Contract, Rule, Sizes, cases, in_range, numel
 from microllm.ops.operator import Operator
 
 KV_DTYPES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -19,14 +17,14 @@ KV_DTYPES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
 def kv_store(cache: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """Write values[b, t] to cache[b, positions[b, t]] in place and return the cache.
+    """Write values[b, t] to cache[b, positions[b, t]] in place and return the cache; no gradient goes through it.
 
     Shapes:  cache [B, C, G, D], values [B, T, G, D], positions [B, T] int64 -> cache
     Numbers: exact; rounded once to the cache's dtype, saturated where that is fp8
     Raises:
         OperatorError: sizes differ, or (on a CPU) a position is outside 0..C-1.
     """
-    KV_STORE(cache, values, positions)
+    KV_STORE(cache, values.detach(), positions)
     return cache
 
 
@@ -43,18 +41,12 @@ def kv_store_paged(
     KV_STORE_PAGED(k_pages, v_pages, k, v, page_table, positions)
 
 
-def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype.itemsize > 1:
-        return values.to(dtype)
-    largest = torch.finfo(dtype).max
-    return values.clamp(-largest, largest).to(dtype)
-
-
 def _put(cache: Tensor, place: tuple[Tensor, Tensor], values: Tensor) -> None:
-    stored = _stored(values, cache.dtype)
-    if cache.dtype.itemsize == 1:  # torch has no indexed assignment of fp8
-        cache, stored = cache.view(torch.uint8), stored.view(torch.uint8)
-    cache[place] = stored
+    if cache.dtype.itemsize > 1:
+        cache[place] = values.to(cache.dtype)
+    else:  # saturated, and as bytes, since torch has no indexed assignment of fp8
+        largest = torch.finfo(cache.dtype).max
+        cache.view(torch.uint8)[place] = values.clamp(-largest, largest).to(cache.dtype).view(torch.uint8)
 
 
 def _reference(cache: Tensor, values: Tensor, positions: Tensor) -> None:
@@ -90,28 +82,21 @@ def _distinct(shape: tuple[int, ...], sizes: Sizes, dtype: torch.dtype, generato
     return torch.stack([torch.randperm(room, generator=generator)[: shape[1]] for _ in range(shape[0])])
 
 
-def page_rules(first_pages: int) -> tuple[Rule, ...]:
-    """Return the rules on pages: arguments ``first_pages`` and the next, with page_table and positions last of tensors."""
-
-    def places(values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        page_table, positions = [v for v in values if isinstance(v, Tensor)][-2:]
-        return page_table, positions
-
+def page_rules(pages: int, table: int) -> tuple[Rule, ...]:
+    """Return the rules on pages: argument ``pages`` and the next are k's and v's, ``table`` and the next say where."""
     return (
         Rule(
-            "k_pages and v_pages of one dtype", lambda *v: v[first_pages].dtype == v[first_pages + 1].dtype,
+            "k_pages and v_pages of one dtype", lambda *v: v[pages].dtype == v[pages + 1].dtype,
             ({"v_pages": lambda c: c["v_pages"].bfloat16()},),
         ),
         Rule(
             "positions from -1 to N * S - 1, and their pages from 0 to P - 1",
-            lambda *v: pages_in_range(v[first_pages], *places(v)),
-            (
+            lambda *v: pages_in_range(v[pages], v[table], v[table + 1]), (
                 {"positions": lambda c: c["positions"] + c["page_table"].shape[1] * c["k_pages"].shape[1]},
                 {"positions": lambda c: c["positions"] * 0 - 2},
                 {"page_table": lambda c: c["page_table"] + c["k_pages"].shape[0]},
                 {"page_table": lambda c: c["page_table"] - c["k_pages"].shape[0]},
-            ),
-            by_value=True,
+            ), by_value=True,
         ),
     )  # fmt: skip
 
@@ -121,26 +106,27 @@ def pages(name: str, *, mutated: bool = False) -> Arg:
     return Arg(name, "PSGD", dtypes=KV_DTYPES, mutated=mutated)
 
 
+TABLE = Arg("page_table", "AN", draw_page_table, (torch.int32,))
+
 KV_STORE = Operator(Contract(
-    name="kv_store",
-    args=(Arg("cache", "BCGD", dtypes=KV_DTYPES, mutated=True), Arg("values", "BTGD"), Arg("positions", "BT",
-        _distinct, INT64)),
-    rules=(Rule("positions from 0 to C - 1", lambda cache, values, positions: in_range(positions, 0, cache.shape[1]),
-        ({"positions": lambda c: c["positions"] + 9}, {"positions": lambda c: c["positions"] - 9}),
-        by_value=True,),),
-    reference=_reference,
-    sizes=({"B": 3, "C": 9, "T": 4, "G": 2, "D": 16}, {"B": 1, "C": 1, "T": 1, "G": 1, "D": 1}), forward=EXACT,
+    name="kv_store", args=(
+        Arg("cache", "BCGD", dtypes=KV_DTYPES, mutated=True), Arg("values", "BTGD", layout="any"),
+        Arg("positions", "BT", _distinct, INT64),
+    ),
+    rules=(Rule(
+        "positions from 0 to C - 1", lambda cache, values, positions: in_range(positions, 0, cache.shape[1]),
+        ({"positions": lambda c: c["positions"] + 9}, {"positions": lambda c: c["positions"] - 9}), by_value=True,
+    ),),
+    reference=_reference, sizes=cases("B3 C9 T4 G2 D16", "B1 C1 T1 G1 D1"), forward=EXACT,
     traffic=lambda s, item: 2 * numel(s, "BTGD") * item, num_flops=lambda s: 0,
 ))  # fmt: skip
 
 KV_STORE_PAGED = Operator(Contract(
-    name="kv_store_paged",
-    args=(pages("k_pages", mutated=True), pages("v_pages", mutated=True), Arg("k", "ATGD"), Arg("v", "ATGD"),
-        Arg("page_table", "AN", draw_page_table, (torch.int32,)), Arg("positions", "AT", _distinct, INT64)),
-    rules=page_rules(0), reference=_paged_reference,
-    sizes=({"P": 9, "S": 4, "A": 3, "N": 2, "T": 5, "G": 2, "D": 16}, {"P": 1, "S": 1, "A": 1, "N": 1, "T": 1,
-        "G": 1, "D": 1}),
-    forward=EXACT, traffic=lambda s, item: 4 * numel(s, "ATGD") * item, num_flops=lambda s: 0,
+    name="kv_store_paged", args=(
+        pages("k_pages", mutated=True), pages("v_pages", mutated=True), Arg("k", "ATGD"), Arg("v", "ATGD"),
+        TABLE, Arg("positions", "AT", _distinct, INT64),
+    ),
+    rules=page_rules(0, 4), reference=_paged_reference, forward=EXACT,
+    sizes=cases("P9 S4 A3 N2 T5 G2 D16", "P1 S1 A1 N1 T1 G1 D1"),
+    traffic=lambda s, item: 4 * numel(s, "ATGD") * item, num_flops=lambda s: 0,
 ))  # fmt: skip
-
-OPERATORS = (KV_STORE, KV_STORE_PAGED)

@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from microllm.ops.contract import VENDOR_ON_CPU, Arg, Contract, Sizes, between, rounded
+from microllm.ops.contract import VENDOR_ON_CPU, Arg, Contract, Out, Sizes, between, cases, rounded
 from microllm.ops.operator import Operator
 from microllm.ops.quantise import FP8_CODES, INT4, INT8, MINIMUM, SCALE, scale_rules, scaled, unpacked
 
 
-def linear_int8(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
-) -> Tensor:
+def linear_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, *, out: Out = None) -> Tensor:
     """Return x multiplied by the transpose of the int8 weight, plus bias.
 
     Shapes:  x [M, K], codes int8 [N, K], scale [N, U], bias [N] or None -> [M, N]
@@ -32,9 +30,7 @@ def linear_int8(
     return LINEAR_INT8(x, codes, scale, bias, out=out)
 
 
-def linear_fp8(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
-) -> Tensor:
+def linear_fp8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, *, out: Out = None) -> Tensor:
     """Return x multiplied by the transpose of the fp8 e4m3 weight (either format), plus bias.
 
     Shapes:  x [M, K], codes fp8 [N, K], scale [N, U], bias [N] or None -> [M, N]
@@ -46,7 +42,7 @@ def linear_fp8(
 
 
 def linear_int4(
-    x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+    x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None = None, *, out: Out = None
 ) -> Tensor:
     """Return x multiplied by the transpose of the int4 weight, plus bias.
 
@@ -110,8 +106,7 @@ def _flops(s: Sizes) -> int:
     return 2 * s["M"] * s["N"] * (s["K"] if "K" in s else 2 * s["J"])
 
 
-_SIZES = ({"M": 7, "K": 128, "N": 33, "U": 4}, {"M": 1, "K": 1, "N": 1, "U": 1}, {"M": 65, "K": 192, "N": 48, "U": 3},
-          {"M": 0, "K": 8, "N": 4, "U": 1}, {"M": 3, "K": 577, "N": 5, "U": 1}, {"M": 5, "K": 96, "N": 7, "U": 1})
+_SIZES = cases("M7 K128 N33 U4", "M1 K1 N1 U1", "M65 K192 N48 U3", "M0 K8 N4 U1", "M3 K577 N5 U1", "M5 K96 N7 U1")
 
 LINEAR_INT8 = Operator(Contract(
     name="linear_int8", args=(_X, INT8, _INT8_SCALE, _BIAS), results=_Y, rules=scale_rules(1), reference=_reference,
@@ -126,9 +121,6 @@ LINEAR_INT4 = Operator(Contract(
     name="linear_int4", args=(Arg("x", "M 2J"), INT4, SCALE, MINIMUM, _BIAS), results=_Y,
     rules=scale_rules(1, packed=2, block=32), reference=_int4_reference, vendor=_int4_vendor,
     vendor_suits=_int4_suits, levels=VENDOR_ON_CPU,
-    sizes=({"M": 7, "J": 64, "N": 32, "U": 4}, {"M": 1, "J": 16, "N": 1, "U": 1}, {"M": 65, "J": 128, "N": 48,
-        "U": 2}),
+    sizes=cases("M7 J64 N32 U4", "M1 J16 N1 U1", "M65 J128 N48 U2"),
     forward=_TOLERANCE, num_flops=_flops,
 ))  # fmt: skip
-
-OPERATORS = (LINEAR_INT8, LINEAR_FP8, LINEAR_INT4)

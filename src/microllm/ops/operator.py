@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from microllm.ops.contract import Contract
+from microllm.ops.contract import Contract, Outs, Sink
 from microllm.ops.select import first_tensor, run
 
 LIBRARY = Library("microllm", "DEF")
@@ -32,9 +32,9 @@ class Operator:
     """
 
     def __init__(self, contract: Contract) -> None:
-        self.contract = contract
-        name = contract.name
-        LIBRARY.define(f"{name}({', '.join(_parameters(contract))}) -> ({', '.join(['Tensor'] * len(contract.results))})")
+        self.contract, name = contract, contract.name
+        parameters, returns = _parameters(contract), ", ".join(["Tensor"] * len(contract.results))
+        LIBRARY.define(f"{name}({', '.join(parameters)}) -> ({returns})")
         if contract.composite:
             LIBRARY.impl(name, self._run, "CompositeImplicitAutograd")
         else:
@@ -44,84 +44,85 @@ class Operator:
             torch.library.register_autograd(f"microllm::{name}", backward, setup_context=setup_context, lib=LIBRARY)
         self.call = getattr(torch.ops.microllm, name).default
         if contract.results:
-            outs = [f"Tensor({chr(ord('z') - i)}!) {result.name}" for i, result in enumerate(contract.results)]
-            LIBRARY.define(f"{name}_out({', '.join([*_parameters(contract), *outs])}) -> ()")
+            outs = [f"Tensor({chr(122 - i)}!) {result.name}" for i, result in enumerate(contract.results)]
+            LIBRARY.define(f"{name}_out({', '.join(parameters + outs)}) -> ()")
             _register(f"{name}_out", self._run_out, lambda *values: None)
             self.call_out = getattr(torch.ops.microllm, f"{name}_out").default
 
-    def __call__(
-        self, *values: Any, out: Tensor | tuple[Tensor, ...] | None = None, sink: dict[str, Tensor] | None = None
-    ) -> Any:  # noqa: ANN401 - what the contract says
+    def __call__(self, *values: Any, out: Tensor | Outs = None, sink: Sink = None) -> Any:
         """Check the call against the contract, then run it.
 
         Raises:
             OperatorError: the call is not what the contract says.
         """
         contract = self.contract
-        sizes = contract.check(values)
+        contract.check(values)
         follows = torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
         if follows and not (contract.takes_grad and out is None and sink is None):
             contract.refuse(values, "no input that requires grad here; call it under torch.no_grad()")
         if sink is not None:
-            assert out is None and contract.sink, f"{contract.name} has no diagnostic form that takes out="
-            contract.check_values(values)
+            assert contract.sink, f"{contract.name} has no diagnostic form"
+            assert out is None, "a diagnostic form returns its results"
             return run(contract, values, sink=sink)
         if out is None:
             return self.call(*values)
         outs = out if isinstance(out, tuple) else (out,)
-        self._check_out(values, outs, sizes)
+        self._check_out(values, outs)
         self.call_out(*values, *outs)
         return out
 
-    def _run(self, *values: Any) -> Any:  # noqa: ANN401
-        if first_tensor(values).device.type == "cpu":
-            self.contract.check_values(values)
+    def _run(self, *values: Any) -> Any:
         return run(self.contract, values)
 
     def _run_out(self, *values: Any) -> None:
         count = len(self.contract.results)
-        values, outs = values[:-count], values[-count:]
-        if first_tensor(values).device.type == "cpu":
-            self.contract.check_values(values)
-        run(self.contract, values, out=outs)
+        run(self.contract, values[:-count], out=values[-count:])
 
-    def _fake(self, *values: Any) -> Any:  # noqa: ANN401
-        sizes, dtype = self.contract.bind(values)
+    def _fake(self, *values: Any) -> Any:
         like = first_tensor(values)
-        results = tuple(
-            like.new_empty(result.shape(sizes), dtype=result.dtypes[0] if result.dtypes else dtype)
-            for result in self.contract.results
-        )
-        return results if len(results) > 1 else results[0] if results else None
+        results = [like.new_empty(shape, dtype=dtype) for shape, dtype in self.contract.outcome(values)]
+        return tuple(results) if len(results) > 1 else results[0] if results else None
 
-    def _check_out(self, values: Sequence[Any], outs: tuple[Tensor, ...], sizes: dict[str, Any]) -> None:
+    def _check_out(self, values: Sequence[Any], outs: tuple[Tensor, ...]) -> None:
         """Refuse outputs of another count, shape, dtype, device or layout, that overlap, or that require grad."""
-        results, dtype = self.contract.results, self.contract.bind(values)[1]
-        needs = [(result.shape(sizes), result.dtypes[0] if result.dtypes else dtype) for result in results]
-        fits = len(outs) == len(needs) and all(
-            (tuple(t.shape), t.dtype) == need and t.device == first_tensor(values).device and result.lies_well(t)
-            for t, need, result in zip(outs, needs, results, strict=True)
-        )
-        if not fits:
-            self.contract.refuse([*values, *outs], f"out= of {needs} on the same device, rows contiguous")
+        contract, device = self.contract, first_tensor(values).device
+        call, needs = [*values, *outs], contract.outcome(values)
+        if [(tuple(t.shape), t.dtype) for t in outs] != needs or not all(
+            t.device == device and result.lies_well(t) for t, result in zip(outs, contract.results, strict=True)
+        ):
+            contract.refuse(call, f"out= of {needs} on {device}, rows contiguous")
         if torch.is_grad_enabled() and any(t.requires_grad for t in outs):
-            self.contract.refuse([*values, *outs], "out= that does not require grad")
+            contract.refuse(call, "out= that does not require grad")
         if not torch.compiler.is_compiling():
-            tensors = [v for v in values if isinstance(v, Tensor)]
-            spans = [_span(t) for t in (*outs, *tensors) if t.numel()]
+            spans = [_span(t) for t in (*outs, *(v for v in values if isinstance(v, Tensor))) if t.numel()]
             if any(a < d and c < b for i, (a, b) in enumerate(spans[: len(outs)]) for c, d in spans[i + 1 :]):
-                self.contract.refuse([*values, *outs], "out= that shares no memory with an input or another out=")
+                contract.refuse(call, "out= that shares no memory with an input or another out=")
+
+
+def saving(*places: int, outputs: tuple[int, ...] = (), constant: bool = False) -> Callable[..., None]:
+    """Return a setup_context that saves the inputs at ``places`` and some outputs, and keeps ctx.scalars.
+
+    ``constant``: of several outputs the first alone carries a gradient.
+    """
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.scalars = [value for value in inputs if isinstance(value, int | float)]
+        if constant:
+            ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*(inputs[i] for i in places), *(output[i] for i in outputs))
+
+    return setup_context
 
 
 def recomputed(reference: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., None]]:
     """Return torch's pair (backward, setup_context) that runs the reference again and differentiates it."""
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - torch's context
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
         ctx.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
         ctx.save_for_backward(*(inputs[i] for i in ctx.places))
 
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         inputs, needed = list(ctx.others), ctx.needs_input_grad
         for i, value in zip(ctx.places, ctx.saved_tensors, strict=True):
             inputs[i] = value.detach().requires_grad_(needed[i])
@@ -142,11 +143,10 @@ def _span(t: Tensor) -> tuple[int, int]:
 
 def _parameters(contract: Contract) -> list[str]:
     """Return the schema's parameters: tensors, then scalars."""
-    tensors = [
-        f"Tensor{f'({chr(97 + i)}!)' if arg.mutated else ''}{'[]' if arg.many else ''}{'?' if arg.optional else ''}"
-        f" {arg.name}"
-        for i, arg in enumerate(contract.args)
-    ]
+    tensors = []
+    for i, arg in enumerate(contract.args):
+        marks = f"({chr(97 + i)}!)" * arg.mutated + "[]" * arg.many + "?" * arg.optional
+        tensors.append(f"Tensor{marks} {arg.name}")
     return tensors + [f"{_SCALARS[type(value)]} {name}" for name, value in contract.scalars.items()]
 
 

@@ -16,67 +16,73 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import EXACT, FLOATS, Arg, Change, Contract, Rule, Sizes, between, normal, rounded
+from microllm.ops.contract import EXACT, FLOATS, Arg, Contract, Out, Rule, Sizes, between, cases, rounded
 from microllm.ops.operator import Operator
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
-def quantise_int8(x: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
+def quantise_int8(x: Tensor, scale: Tensor, *, out: Out = None) -> Tensor:
     """Return round(x / scale) as int8, ties to even, saturated at -127 and 127; NaN gives 0.
 
     Shapes:  x [N, K], scale [N, U] -> [N, K]
+
     Raises:
         OperatorError: K is no multiple of U, or (on a CPU) a scale is not finite and above 0.
     """
     return QUANTISE_INT8(x, scale, out=out)
 
 
-def dequantise_int8(codes: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
+def dequantise_int8(codes: Tensor, scale: Tensor, *, out: Out = None) -> Tensor:
     """Return codes * scale in scale's dtype.
 
     Shapes:  codes int8 [N, K], scale [N, U] -> [N, K]
+
     Raises:
         OperatorError: as ``quantise_int8``.
     """
     return DEQUANTISE_INT8(codes, scale, out=out)
 
 
-def quantise_fp8(x: Tensor, scale: Tensor, *, fnuz: bool = False, out: Tensor | None = None) -> Tensor:
+def quantise_fp8(x: Tensor, scale: Tensor, *, fnuz: bool = False, out: Out = None) -> Tensor:
     """Return x / scale as fp8 e4m3, ties to even, saturated at the format's largest number; NaN stays NaN.
 
     Shapes:  x [N, K], scale [N, U] -> [N, K]
     Numbers: largest 448 (e4m3fn), or 240 with ``fnuz`` (the format of AMD's gfx942)
+
     Raises:
         OperatorError: as ``quantise_int8``.
     """
     return (QUANTISE_FP8_FNUZ if fnuz else QUANTISE_FP8)(x, scale, out=out)
 
 
-def dequantise_fp8(codes: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
+def dequantise_fp8(codes: Tensor, scale: Tensor, *, out: Out = None) -> Tensor:
     """Return codes * scale in scale's dtype; the codes may be of either e4m3 format.
 
     Shapes:  codes fp8 [N, K], scale [N, U] -> [N, K]
+
     Raises:
         OperatorError: as ``quantise_int8``.
     """
     return DEQUANTISE_FP8(codes, scale, out=out)
 
 
-def quantise_int4(x: Tensor, scale: Tensor, minimum: Tensor, *, out: Tensor | None = None) -> Tensor:
+def quantise_int4(x: Tensor, scale: Tensor, minimum: Tensor, *, out: Out = None) -> Tensor:
     """Return round((x - minimum) / scale) as packed codes, ties to even, saturated at 0 and 15; NaN gives 0.
 
     Shapes:  x [N, 2 J], scale and minimum [N, U] -> uint8 [N, J]
+
     Raises:
         OperatorError: 2 J is no multiple of U or of 32, or (on a CPU) a scale is not finite and above 0.
     """
     return QUANTISE_INT4(x, scale, minimum, out=out)
 
 
-def dequantise_int4(codes: Tensor, scale: Tensor, minimum: Tensor, *, out: Tensor | None = None) -> Tensor:
+def dequantise_int4(codes: Tensor, scale: Tensor, minimum: Tensor, *, out: Out = None) -> Tensor:
     """Return codes * scale + minimum in scale's dtype.
 
     Shapes:  codes uint8 [N, J], scale and minimum [N, U] -> [N, 2 J]
+
     Raises:
         OperatorError: as ``quantise_int4``.
     """
@@ -128,14 +134,14 @@ SCALE = Arg("scale", "NU", between(0.01, 0.02), FLOATS)
 MINIMUM = Arg("minimum", "NU", between(-0.15, -0.1), FLOATS)
 INT8 = Arg("codes", "NK", between(-127, 128), (torch.int8,))
 INT4 = Arg("codes", "NJ", between(0, 256), (torch.uint8,))
-FP8_CODES = Arg("codes", "NK", normal, FP8)
-_X, _SIZES = Arg("x", "NK"), ({"N": 6, "K": 64, "U": 2}, {"N": 1, "K": 1, "U": 1}, {"N": 5, "K": 99, "U": 3})
-_X4, _SIZES4 = Arg("x", "N 2J"), ({"N": 6, "J": 64, "U": 2}, {"N": 1, "J": 16, "U": 1})
+FP8_CODES = Arg("codes", "NK", dtypes=FP8)
+_X, _SIZES = Arg("x", "NK"), cases("N6 K64 U2", "N1 K1 U1", "N5 K99 U3")
+_X4, _SIZES4 = Arg("x", "N 2J"), cases("N6 J64 U2", "N1 J16 U1")
 
 
 def scale_rules(first: int, *, packed: int = 1, block: int = 1) -> tuple[Rule, ...]:
     """Return the rules on scales: argument ``first`` has N rows of K / ``packed`` elements, the next is the scale."""
-    wrong: Change = {"scale": lambda c: c["scale"].new_ones(c["scale"].shape[0], 7)}
+    wrong = {"scale": lambda c: c["scale"].new_ones(c["scale"].shape[0], 7)}
     wrong = wrong if block == 1 else {**wrong, "minimum": wrong["scale"]}
     infinite = tuple({"scale": lambda c, f=f: c["scale"] * f} for f in (0.0, -1.0, math.nan, math.inf))
     words = "K a multiple of U" if block == 1 else f"K / U a multiple of {block}"
@@ -184,6 +190,6 @@ DEQUANTISE_INT4 = Operator(Contract(
     forward=rounded(1e-6, 1e-6), num_flops=_flops,
 ))  # fmt: skip
 
-OPERATORS = (
+QUANTISERS = (
     QUANTISE_INT8, QUANTISE_FP8, QUANTISE_FP8_FNUZ, QUANTISE_INT4, DEQUANTISE_INT8, DEQUANTISE_FP8, DEQUANTISE_INT4,
 )  # fmt: skip

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import Arg, Contract, Rule, near_one, numel, rounded
-from microllm.ops.operator import Operator
+from microllm.ops.contract import Arg, Contract, Out, Outs, Rule, cases, near_one, numel, rounded
+from microllm.ops.operator import Operator, saving
 
 
-def rms_norm(x: Tensor, w: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, w: Tensor, *, eps: float, out: Out = None) -> Tensor:
     """Scale each row of x to unit root mean square, then by w.
 
     Shapes:  x [..., D], w [D] -> y like x
@@ -27,9 +27,7 @@ def rms_norm(x: Tensor, w: Tensor, *, eps: float, out: Tensor | None = None) -> 
     return RMS_NORM(x, w, eps, out=out)
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, w: Tensor, *, eps: float, out: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, w: Tensor, *, eps: float, out: Outs = None) -> tuple[Tensor, Tensor]:
     """Return x + residual, rounded, and the norm of that.
 
     Shapes:  x, residual [..., D], w [D] -> sum, y, both like x
@@ -60,49 +58,36 @@ def _add_reference(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[
     return total, norm_reference(total, w, eps)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - torch's context
-    x, w, ctx.eps = inputs
-    ctx.save_for_backward(x, w)
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    return (*RMS_NORM_BACKWARD.call(dy.contiguous(), *ctx.saved_tensors, None, *ctx.scalars), None)
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
-    return (*BACKWARD.call(dy.contiguous(), *ctx.saved_tensors, None, ctx.eps), None)
-
-
-def _add_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
-    *_, w, ctx.eps = inputs
-    ctx.save_for_backward(output[0], w)
-
-
-def _add_backward(ctx: Any, d_sum: Tensor, dy: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
-    dx, dw = BACKWARD.call(dy.contiguous(), *ctx.saved_tensors, d_sum.contiguous(), ctx.eps)
+def _add_backward(ctx: Any, d_sum: Tensor, dy: Tensor) -> tuple[Any, ...]:
+    w, total = ctx.saved_tensors
+    dx, dw = RMS_NORM_BACKWARD.call(dy.contiguous(), total, w, d_sum.contiguous(), *ctx.scalars)
     return dx, dx, dw, None
 
 
-_EPS = Rule("eps above 0", lambda *values: 0 < values[-1] < math.inf, ({"eps": 0.0}, {"eps": math.nan}))
-_SIZES = (
-    {"...": (3,), "D": 64}, {"...": (2, 5), "D": 577}, {"...": (), "D": 1}, {"...": (0,), "D": 8},
-)  # fmt: skip
+EPS = Rule("eps above 0", lambda *values: 0 < values[-1] < math.inf, ({"eps": 0.0}, {"eps": math.nan}))
+_SIZES = cases("...3 D64", "...2,5 D577", "... D1", "...0 D8")
 
 RMS_NORM = Operator(Contract(
     name="rms_norm", args=(Arg("x", "...D"), Arg("w", "D", near_one)), results=(Arg("y", "...D"),),
-    scalars={"eps": 1e-5}, rules=(_EPS,), reference=norm_reference, autograd=(_backward, _setup), sizes=_SIZES,
+    scalars={"eps": 1e-5}, rules=(EPS,), reference=norm_reference, autograd=(_backward, saving(0, 1)), sizes=_SIZES,
     forward=rounded(1e-6, 2e-6, times=2), backward=rounded(1e-5, 1e-4, times=2),
     num_flops=lambda s: 4 * numel(s, "...D"),
 ))  # fmt: skip
 
 ADD_RMS_NORM = Operator(Contract(
     name="add_rms_norm", args=(Arg("x", "...D"), Arg("residual", "...D"), Arg("w", "D", near_one)),
-    results=(Arg("sum", "...D"), Arg("y", "...D")), scalars={"eps": 1e-5}, rules=(_EPS,), reference=_add_reference,
-    autograd=(_add_backward, _add_setup), sizes=_SIZES, forward=rounded(1e-6, 2e-6, times=3),
+    results=(Arg("sum", "...D"), Arg("y", "...D")), scalars={"eps": 1e-5}, rules=(EPS,), reference=_add_reference,
+    autograd=(_add_backward, saving(2, outputs=(0,))), sizes=_SIZES, forward=rounded(1e-6, 2e-6, times=3),
     backward=rounded(1e-5, 1e-4, times=3, wide=3e-2), num_flops=lambda s: 5 * numel(s, "...D"),
 ))  # fmt: skip
 
-BACKWARD = Operator(Contract(
+RMS_NORM_BACKWARD = Operator(Contract(
     name="rms_norm_backward",
     args=(Arg("dy", "...D"), Arg("x", "...D"), Arg("w", "D", near_one), Arg("addend", "...D", optional=True)),
-    results=(Arg("dx", "...D"), Arg("dw", "D")), scalars={"eps": 1e-5}, rules=(_EPS,), reference=_backward_reference,
+    results=(Arg("dx", "...D"), Arg("dw", "D")), scalars={"eps": 1e-5}, rules=(EPS,), reference=_backward_reference,
     sizes=_SIZES, forward=rounded(1e-5, 1e-4), num_flops=lambda s: 9 * numel(s, "...D"),
 ))  # fmt: skip
-
-OPERATORS = (RMS_NORM, ADD_RMS_NORM, BACKWARD)

@@ -10,7 +10,6 @@ Source:  arXiv:2104.09864
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,23 +19,24 @@ from microllm.ops.contract import (
     FP32,
     INT64,
     Arg,
-    Change,
     Contract,
-    Draw,
+    Outs,
     Rule,
+    Sink,
     Sizes,
+    cases,
     in_range,
     near_one,
     numel,
     rounded,
 )
-from microllm.ops.operator import Operator, recomputed
+from microllm.ops.operator import Operator, recomputed, saving
 from microllm.ops.rms_norm import norm_reference
 
 
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False,
-    out: tuple[Tensor, Tensor] | None = None,
+    out: Outs = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotate the pairs of every head of q and k by their position's angles.
 
@@ -52,7 +52,7 @@ def rope(
 def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, *,
     positions: Tensor | None = None, eps: float, interleaved: bool = False,
-    out: tuple[Tensor, Tensor] | None = None, sink: dict[str, Tensor] | None = None,
+    out: Outs = None, sink: Sink = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Norm each head of q and k by weights of its own, then rotate as ``rope`` does.
 
@@ -61,10 +61,10 @@ def qk_norm_rope(
     Raises:
         OperatorError: as ``rope`` and ``rms_norm``.
     """
-    return QK_NORM_ROPE(q, k, q_weight, k_weight, cos, sin, positions, eps, interleaved, out=out, sink=sink)
+    return QK_NORM_ROPE(q, k, cos, sin, positions, q_weight, k_weight, eps, interleaved, out=out, sink=sink)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:  # noqa: FBT001
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     extent = 2 * cos.shape[-1]
     turned, rest = x[..., :extent].float(), x[..., extent:]
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
@@ -74,7 +74,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:  
 
 
 def _reference(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool  # noqa: FBT001
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
@@ -82,19 +82,15 @@ def _reference(
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - torch's context
-    _, _, cos, sin, positions, ctx.interleaved, ctx.inverse = inputs
-    ctx.save_for_backward(cos, sin, positions)
-
-
-def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
-    back = ROPE.call(dq.contiguous(), dk.contiguous(), *ctx.saved_tensors, ctx.interleaved, not ctx.inverse)
-    return (*back, None, None, None, None, None)
+def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Any, ...]:
+    interleaved, inverse = ctx.scalars
+    turned = ROPE.call(dq.contiguous(), dk.contiguous(), *ctx.saved_tensors, interleaved, not inverse)
+    return (*turned, None, None, None, None, None)
 
 
 def _norm_rope_reference(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None,
-    eps: float, interleaved: bool, sink: dict[str, Tensor] | None = None,  # noqa: FBT001
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, q_weight: Tensor, k_weight: Tensor,
+    eps: float, interleaved: bool, sink: Sink = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k = norm_reference(q, q_weight, eps), norm_reference(k, k_weight, eps)
     if sink is not None:
@@ -102,70 +98,50 @@ def _norm_rope_reference(
     return _reference(q, k, cos, sin, positions, interleaved, False)
 
 
-def _angle(function: str) -> Draw:
-    def draw(shape: tuple[int, ...], sizes: Sizes, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-        angles = torch.arange(shape[-2])[:, None] * torch.logspace(0, -4, shape[-1])
-        return getattr(torch, function)(angles.expand(shape)).contiguous()
-
-    return draw
+def _angles(shape: tuple[int, ...], sizes: Sizes, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Draw cosines or sines: numbers up to 1 that need not belong together."""
+    return torch.rand(shape, generator=generator) * 2 - 1
 
 
+def _ids(call: dict[str, Any], start: int = 0) -> Tensor:
+    return torch.arange(start, start + call["q"].shape[1]).repeat(call["q"].shape[0], 1)
+
+
+def _wide(call: dict[str, Any]) -> Tensor:
+    return torch.zeros(*call["q"].shape[:2], call["q"].shape[-1])
+
+
+_HEADS, _TURNED = (Arg("q", "BTHD"), Arg("k", "BTGD")), (Arg("q_out", "BTHD"), Arg("k_out", "BTGD"))
 _ANGLES = (
-    Arg("cos", "BTP|CP", _angle("cos"), FP32), Arg("sin", "BTP|CP", _angle("sin"), FP32),
+    Arg("cos", "BTP|CP", _angles, FP32), Arg("sin", "BTP|CP", _angles, FP32),
     Arg("positions", "BT", None, INT64, optional=True),
 )  # fmt: skip
-_SIZES = (
-    {"B": 2, "T": 7, "H": 6, "G": 2, "D": 64, "P": 32}, {"B": 1, "T": 1, "H": 1, "G": 1, "D": 2, "P": 1},
-    {"B": 1, "T": 0, "H": 2, "G": 1, "D": 4, "P": 2}, {"B": 2, "T": 3, "H": 3, "G": 3, "D": 14, "P": 4},
+_LATE = {"cos": lambda c: c["cos"][0], "sin": lambda c: c["sin"][0], "positions": lambda c: _ids(c, 1)}
+_RULES = (
+    Rule("2 P at most D", lambda q, k, cos, *_: 2 * cos.shape[-1] <= q.shape[-1], ({"cos": _wide, "sin": _wide},)),
+    Rule(
+        "positions with tables [C, P], none with angles [B, T, P]",
+        lambda q, k, cos, sin, positions, *_: (positions is None) == (cos.dim() == 3), ({"positions": _ids},),
+    ),
+    Rule(
+        "positions from 0 to C - 1", lambda q, k, cos, sin, positions, *_: positions is None
+        or in_range(positions, 0, cos.shape[0]), (_LATE,), by_value=True,
+    ),
 )  # fmt: skip
-
-
-def _rules(first: int) -> tuple[Rule, ...]:
-    """Return the rules on cos, sin and positions, which begin at argument ``first``."""
-
-    def wide(call: dict[str, Any]) -> Tensor:
-        return torch.zeros(*call["q"].shape[:2], call["q"].shape[-1])
-
-    def table(call: dict[str, Any]) -> Tensor:
-        return call["cos"][0]
-
-    def ids(call: dict[str, Any], start: int = 0) -> Tensor:
-        return torch.arange(start, start + call["q"].shape[1]).repeat(call["q"].shape[0], 1)
-
-    late: Change = {"cos": table, "sin": table, "positions": partial(ids, start=1)}
-    return (
-        Rule("2 P at most D", lambda *v: 2 * v[first].shape[-1] <= v[0].shape[-1], ({"cos": wide, "sin": wide},)),
-        Rule(
-            "positions with a table [C, P], none with angles [B, T, P]",
-            lambda *v: (v[first + 2] is None) == (v[first].dim() == 3), ({"positions": ids},),
-        ),
-        Rule(
-            "positions from 0 to C - 1",
-            lambda *v: v[first + 2] is None or in_range(v[first + 2], 0, v[first].shape[0]), (late,), by_value=True,
-        ),
-    )  # fmt: skip
-
-
-def _traffic(s: Sizes, item: int) -> int:
-    return 2 * (numel(s, "BTHD") + numel(s, "BTGD")) * item + 8 * numel(s, "BTP")
-
+_SIZES = cases("B2 T7 H6 G2 D64 P32", "B1 T1 H1 G1 D2 P1", "B1 T0 H2 G1 D4 P2", "B2 T3 H3 G3 D14 P4")
 
 ROPE = Operator(Contract(
-    name="rope", args=(Arg("q", "BTHD"), Arg("k", "BTGD"), *_ANGLES),
-    results=(Arg("q_out", "BTHD"), Arg("k_out", "BTGD")), scalars={"interleaved": False, "inverse": False},
-    rules=_rules(2), reference=_reference, autograd=(_backward, _setup), sizes=_SIZES, forward=rounded(2e-5, 2e-5),
-    backward=rounded(3e-5, 3e-5), traffic=_traffic, num_flops=lambda s: 3 * (numel(s, "BTHD") + numel(s, "BTGD")),
+    name="rope", args=(*_HEADS, *_ANGLES), results=_TURNED, scalars={"interleaved": False, "inverse": False},
+    rules=_RULES, reference=_reference, autograd=(_backward, saving(2, 3, 4)), sizes=_SIZES,
+    forward=rounded(2e-5, 2e-5), backward=rounded(3e-5, 3e-5),
+    num_flops=lambda s: 3 * (numel(s, "BTHD") + numel(s, "BTGD")),
 ))  # fmt: skip
 
 QK_NORM_ROPE = Operator(Contract(
-    name="qk_norm_rope",
-    args=(Arg("q", "BTHD"), Arg("k", "BTGD"), Arg("q_weight", "D", near_one), Arg("k_weight", "D", near_one),
-        *_ANGLES),
-    results=(Arg("q_out", "BTHD"), Arg("k_out", "BTGD")), scalars={"eps": 1e-6, "interleaved": False},
-    rules=(*_rules(4), Rule("eps above 0", lambda *v: 0 < v[-2] < math.inf, ({"eps": 0.0}, {"eps": math.nan}))),
+    name="qk_norm_rope", args=(*_HEADS, *_ANGLES, Arg("q_weight", "D", near_one), Arg("k_weight", "D", near_one)),
+    results=_TURNED, scalars={"eps": 1e-6, "interleaved": False},
+    rules=(*_RULES, Rule("eps above 0", lambda *v: 0 < v[-2] < math.inf, ({"eps": 0.0}, {"eps": math.nan}))),
     reference=_norm_rope_reference, autograd=recomputed(_norm_rope_reference), sink=("q_normed", "k_normed"),
-    sizes=_SIZES, forward=rounded(3e-5, 3e-5, times=3, wide=2e-2), backward=rounded(1e-4, 1e-4, times=3, wide=6e-2), traffic=_traffic,
-    num_flops=lambda s: 7 * (numel(s, "BTHD") + numel(s, "BTGD")),
+    sizes=_SIZES, forward=rounded(3e-5, 3e-5, times=3, wide=2e-2),
+    backward=rounded(1e-4, 1e-4, times=3, wide=6e-2), num_flops=lambda s: 7 * (numel(s, "BTHD") + numel(s, "BTGD")),
 ))  # fmt: skip
-
-OPERATORS = (ROPE, QK_NORM_ROPE)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from microllm.ops.argmax import argmax_reference
-from microllm.ops.contract import EXACT, FLOATS, FP32, INT64, Arg, Contract, Rule, Tolerance, between
+from microllm.ops.contract import EXACT, FP32, INT64, Arg, Contract, Out, Rule, between, cases, flat
 from microllm.ops.operator import Operator
 
 _MASK = 0xFFFFFFFF
@@ -54,7 +54,7 @@ def gumbel_noise(token_ids: Tensor, seed: Tensor, choice: Tensor, position: Tens
 
 def sample(
     logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
-    seed: Tensor, choice: Tensor, position: Tensor, out: Tensor | None = None,
+    seed: Tensor, choice: Tensor, position: Tensor, out: Out = None,
 ) -> Tensor:  # fmt: skip
     """Return one token a row; temperature 0 is the exact argmax, a non-finite row gives -1.
 
@@ -70,7 +70,7 @@ def sample(
 
 def penalise(
     logits: Tensor, seen: Tensor, counts: Tensor, *, repetition: Tensor, presence: Tensor, frequency: Tensor,
-    out: Tensor | None = None,
+    out: Out = None,
 ) -> Tensor:  # fmt: skip
     """Return the logits in fp32, with the penalties on tokens that prompt or output hold.
 
@@ -137,7 +137,7 @@ SAMPLE = Operator(Contract(
         _range_rule("top_k from 0", 2, lambda k: k >= 0, "top_k", -1), _range_rule("top_p above 0, at most 1", 3,
         lambda p: (p > 0) & (p <= 1), "top_p", 0, 1.5, math.nan), _range_rule("min_p from 0 to 1", 4,
         lambda p: (p >= 0) & (p <= 1), "min_p", -0.1, 1.1, math.nan)),
-    reference=_reference, sizes=({"A": 50, "V": 101}, {"A": 1, "V": 1}, {"A": 3, "V": 2000}), forward=EXACT,
+    reference=_reference, sizes=cases("A50 V101", "A1 V1", "A3 V2000"), forward=EXACT,
     invariant=("reference",), num_flops=lambda s: 100 * s["A"] * s["V"],
 ))  # fmt: skip
 
@@ -148,9 +148,7 @@ PENALISE = Operator(Contract(
         _column("frequency", -2, 2, torch.float32)),
     results=(Arg("y", "AV", dtypes=FP32),),
     rules=(_range_rule("repetition above 0", 3, lambda r: (r > 0) & r.isfinite(), "repetition", 0, -1, math.nan),),
-    reference=_penalise_reference, sizes=({"A": 5, "V": 101}, {"A": 1, "V": 1}, {"A": 0, "V": 7}),
-    forward={dtype: Tolerance(1e-6, 1e-6) for dtype in FLOATS}, invariant=("reference",),
+    reference=_penalise_reference, sizes=cases("A5 V101", "A1 V1", "A0 V7"),
+    forward=flat(1e-6, 1e-6), invariant=("reference",),
     num_flops=lambda s: 6 * s["A"] * s["V"],
 ))  # fmt: skip
-
-OPERATORS = (SAMPLE, PENALISE)

@@ -22,12 +22,10 @@ import torch
 from torch import Tensor
 
 from microllm.errors import OperatorError
-from microllm.ops.contract import Contract, Level
+from microllm.ops.contract import Contract, Level, Outs, Sink
 
 if TYPE_CHECKING:
     from microllm.ops.kernels import Kernel
-
-Outs = tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ def use(level: Level, *names: str) -> Iterator[None]:
 
 @contextmanager
 def ledger() -> Iterator[Counter[Ran]]:
-    """Count what runs inside the context: operator, level and reason. A graph that is traced or replayed counts nothing."""
+    """Count what runs inside the context: operator, level, reason. A graph traced or replayed counts nothing."""
     counts: Counter[Ran] = Counter()
     _ledgers.append(counts)
     try:
@@ -84,14 +82,16 @@ def choose(contract: Contract, values: Sequence[Any], *, with_sink: bool = False
         OperatorError: the forced level does not.
     """
     device = first_tensor(values).device.type
-    levels = contract.levels.get(device, ("reference",))
+    levels: tuple[Level, ...] = contract.levels.get(device, ("reference",))
     forced = _forced.get(contract.name) or _forced.get("")
     if forced is None and len(levels) == 1:
         return Choice(levels[0], "the only level")
     if forced == "triton" and _interpreted() and "triton" in contract.levels["cuda"]:
         levels = ("triton",)
     passed: list[str] = []
-    for level in levels if forced is None else [level for level in levels if level == forced]:
+    for level in levels:
+        if forced not in (None, level):
+            continue
         suits, reason = _suits(contract, level, values, with_sink)
         if suits:
             return Choice(level, "; ".join([*passed, reason]))
@@ -102,8 +102,14 @@ def choose(contract: Contract, values: Sequence[Any], *, with_sink: bool = False
     )
 
 
-def run(contract: Contract, values: Sequence[Any], *, out: Outs = None, sink: dict[str, Tensor] | None = None) -> Any:  # noqa: ANN401 - a tensor, some, or none
-    """Run a call at the level that suits it, count it, and fill ``out`` where it is given."""
+def run(contract: Contract, values: Sequence[Any], *, out: Outs = None, sink: Sink = None) -> Any:
+    """Run a call at the level that suits it, count it, and fill ``out`` where it is given.
+
+    Raises:
+        OperatorError: a rule on values is broken (looked at on a CPU alone), or the forced level does not suit.
+    """
+    if first_tensor(values).device.type == "cpu":
+        contract.check_values(values)
     choice = choose(contract, values, with_sink=sink is not None)
     for counts in [] if torch.compiler.is_compiling() else _ledgers:
         counts[Ran(contract.name, choice.level, choice.reason)] += 1
@@ -152,6 +158,6 @@ def _has_triton() -> bool:
 
 
 def _kernel(name: str) -> Kernel:
-    from microllm.ops.kernels import KERNELS
+    from microllm.ops.kernels import KERNELS  # noqa: PLC0415 - brings triton: on first use
 
     return KERNELS[name]

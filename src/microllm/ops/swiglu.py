@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import Arg, Contract, numel, rounded
-from microllm.ops.operator import Operator
+from microllm.ops.contract import Arg, Contract, Out, cases, numel, rounded
+from microllm.ops.operator import Operator, saving
 
 
-def swiglu(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, *, out: Out = None) -> Tensor:
     """Return silu(gate) * up.
 
     Shapes:  gate, up [..., F] -> the same shape
@@ -38,26 +38,20 @@ def _backward_reference(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
     return (dy32 * up.float() * d_silu).to(gate.dtype), (dy32 * gate32 * sigmoid).to(up.dtype)
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ANN401 - torch's context
-    ctx.save_for_backward(*inputs)
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    return SWIGLU_BACKWARD.call(dy.contiguous(), *ctx.saved_tensors)
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-    return BACKWARD.call(dy.contiguous(), *ctx.saved_tensors)
-
-
-_SIZES = ({"...": (5,), "F": 129}, {"...": (2, 3), "F": 8}, {"...": (), "F": 1}, {"...": (0,), "F": 4})
+_SIZES = cases("...5 F129", "...2,3 F8", "... F1", "...0 F4")
 
 SWIGLU = Operator(Contract(
     name="swiglu", args=(Arg("gate", "...F"), Arg("up", "...F")), results=(Arg("y", "...F"),),
-    reference=swiglu_reference, autograd=(_backward, _setup), sizes=_SIZES, forward=rounded(2e-6, 2e-5),
+    reference=swiglu_reference, autograd=(_backward, saving(0, 1)), sizes=_SIZES, forward=rounded(2e-6, 2e-5),
     backward=rounded(2e-5, 2e-5), num_flops=lambda s: 5 * numel(s, "...F"),
 ))  # fmt: skip
 
-BACKWARD = Operator(Contract(
+SWIGLU_BACKWARD = Operator(Contract(
     name="swiglu_backward", args=(Arg("dy", "...F"), Arg("gate", "...F"), Arg("up", "...F")),
     results=(Arg("d_gate", "...F"), Arg("d_up", "...F")), reference=_backward_reference, sizes=_SIZES,
     forward=rounded(2e-5, 2e-5), num_flops=lambda s: 12 * numel(s, "...F"),
 ))  # fmt: skip
-
-OPERATORS = (SWIGLU, BACKWARD)
