@@ -543,6 +543,28 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(row, level):
                     assert_same([t[place] for t in run(index)], [t[i] for t in whole])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("row", "sizes", "dtype"), cases(lambda row: row.forward))
+def test_values_on_a_gpu_at_every_level_on_a_side_stream(row, sizes, dtype):
+    def moved(value):
+        return (
+            [moved(v) for v in value] if isinstance(value, list) else value.cuda() if torch.is_tensor(value) else value
+        )
+
+    values = call_of(row, sizes, dtype, seed=1)
+    want = outcome(row, ORACLES[row.name], [widened(v) for v in values])
+    stream = torch.cuda.Stream()
+    for level in row.levels["cuda"]:
+        with ops.use(level, row.name), torch.cuda.stream(stream):
+            try:
+                got = outcome(row, ops.OPERATORS[row.name], [moved(v) for v in values])
+            except OperatorError as error:
+                assert level != "reference", error  # noqa: PT017
+                continue
+        stream.synchronize()
+        assert_close([t.cpu() for t in got], want, row.forward[dtype])
+
+
 # ---- the table
 
 

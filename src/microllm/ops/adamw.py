@@ -20,6 +20,7 @@ from microllm.ops.sample import philox
 Tensors = Sequence[Tensor]
 
 
+@torch.no_grad()
 def adamw(
     params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, *, lr: float, beta1: float,
     beta2: float, eps: float, weight_decay: float, step: int, seed: int = -1,
@@ -34,20 +35,7 @@ def adamw(
     Raises:
         OperatorError: lists differ, a dtype is not one of these, a number is out of range.
     """
-    with torch.no_grad():
-        ADAMW(
-            list(params),
-            list(grads),
-            list(exp_avgs),
-            list(exp_avg_sqs),
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            step,
-            seed,
-        )
+    ADAMW(list(params), list(grads), list(exp_avgs), list(exp_avg_sqs), lr, beta1, beta2, eps, weight_decay, step, seed)
 
 
 def _reference(

@@ -9,6 +9,7 @@ Axes:    B = batch, T = queries, S = key slots (slot index = position), H = quer
 from __future__ import annotations
 
 import math
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -114,10 +115,8 @@ _BACKENDS = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"
 def _varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, max_length: int, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - brings the compiler along: seconds
 
-    y = varlen_attn(
-        q, k, v, starts, starts, max_length, max_length, scale=scale, window_size=(-1, 0),
-        enable_gqa=_gqa(q, k),
-    )  # fmt: skip
+    flag = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}  # older: no need to say
+    y = varlen_attn(q, k, v, starts, starts, max_length, max_length, scale=scale, window_size=(-1, 0), **flag)
     assert isinstance(y, Tensor)
     return y
 

@@ -123,23 +123,32 @@ class Arg:
     many: bool = False
     layout: Literal["rows", "any"] = "rows"
     forms: tuple[tuple[tuple[str, int], ...], ...] = field(init=False)
+    spread: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Read the axes once."""
         tokens = (re.findall(r"(\d*)([A-Z]|\.\.\.)", form) for form in self.axes.split("|"))
         object.__setattr__(self, "forms", tuple(tuple((x, int(n or 1)) for n, x in form) for form in tokens))
+        object.__setattr__(self, "spread", self.axes.startswith("..."))
 
     def bind(self, t: Tensor, sizes: dict[str, Any]) -> bool:
         """Give each letter its size; say whether t's axes are those of one form and agree with what is bound."""
+        shape = tuple(t.shape)
         for form in self.forms:
-            spread = bool(form) and form[0][0] == "..."
-            lead = t.dim() - len(form) + spread
+            spread = self.spread
+            lead = len(shape) - len(form) + spread
             if lead < 0 or (lead and not spread):
                 continue
-            if spread and sizes.setdefault("...", tuple(t.shape[:lead])) != tuple(t.shape[:lead]):
+            if spread and sizes.setdefault("...", shape[:lead]) != shape[:lead]:
                 return False
-            for (letter, times), size in zip(form[spread:], t.shape[lead:], strict=True):
-                if size % times or sizes.setdefault(letter, size // times) != size // times:
+            for letter, times in form[1:] if spread else form:
+                size = shape[lead]
+                lead += 1
+                if times > 1:
+                    if size % times:
+                        return False
+                    size //= times
+                if sizes.setdefault(letter, size) != size:
                     return False
             return True
         return False
@@ -150,12 +159,12 @@ class Arg:
             return True
         if t.dim() == 0 or (t.shape[-1] > 1 and t.stride(-1) != 1):
             return False
-        last = t.dim() - len(self.forms[0]) if self.forms[0][0][0] == "..." else 0
+        last = t.dim() - len(self.forms[0]) if self.spread else 0
         return all(t.stride(i) == t.stride(i + 1) * t.shape[i + 1] for i in range(last) if t.shape[i] != 1)
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Return the shape of the first form."""
-        lead = tuple(sizes["..."]) if self.forms[0][:1] == (("...", 1),) else ()
+        lead = tuple(sizes["..."]) if self.spread else ()
         return lead + tuple(times * sizes[letter] for letter, times in self.forms[0] if letter != "...")
 
 
@@ -236,7 +245,7 @@ class Contract:
                 if not (fits and (arg.many or arg.bind(t, sizes)) and arg.lies_well(t)):
                     self.refuse(values, self.needs)
         for rule in self.rules:
-            if not rule.by_value and not rule.holds(*values):
+            if not (rule.by_value or rule.holds(*values)):
                 self.refuse(values, rule.need)
 
     def outcome(self, values: Sequence[Any]) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -75,6 +75,9 @@ def ledger() -> Iterator[Counter[Ran]]:
         _ledgers[:] = [kept for kept in _ledgers if kept is not counts]
 
 
+_choice = cache(Choice)
+
+
 def choose(contract: Contract, values: Sequence[Any], *, with_sink: bool = False) -> Choice:
     """Return the best level that suits the call.
 
@@ -85,7 +88,7 @@ def choose(contract: Contract, values: Sequence[Any], *, with_sink: bool = False
     levels: tuple[Level, ...] = contract.levels.get(device, ("reference",))
     forced = _forced.get(contract.name) or _forced.get("")
     if forced is None and len(levels) == 1:
-        return Choice(levels[0], "the only level")
+        return _choice(levels[0], "the only level")
     if forced == "triton" and _interpreted() and "triton" in contract.levels["cuda"]:
         levels = ("triton",)
     passed: list[str] = []
@@ -94,7 +97,7 @@ def choose(contract: Contract, values: Sequence[Any], *, with_sink: bool = False
             continue
         suits, reason = _suits(contract, level, values, with_sink)
         if suits:
-            return Choice(level, "; ".join([*passed, reason]))
+            return _choice(level, "; ".join([*passed, reason]) if passed else reason)
         passed.append(f"not {level}: {reason}")
     raise OperatorError(
         f"{contract.name}: got use({forced!r}); need one of its levels on {device}, which are "
