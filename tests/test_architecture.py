@@ -103,12 +103,13 @@ MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 
 # Lines of code (not blank, comment or docstring) that each room may grow to; they add up to the package's.
 # evidence, io and lab are whole and have no slack: what one of them gains, it takes from itself or from a room to come.
-PACKAGE_BUDGET = 12_000
+# ops: 600 over the plan of 12,000: 46 operators with a row, a reference, a gradient and a kernel where one pays.
+PACKAGE_BUDGET = 12_600
 ROOM_BUDGET: dict[str, int] = {
     "errors": 25,
     "config": 175,
     "evidence": 2200,
-    "ops": 1500,
+    "ops": 2100,
     "io": 2400,
     "sampling": 340,
     "step": 400,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,7 +116,9 @@ _BACKENDS = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"
 def _varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, max_length: int, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - brings the compiler along: seconds
 
-    flag = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}  # older: no need to say
+    flag: dict[str, Any] = (
+        {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    )  # older: no need to say
     y = varlen_attn(q, k, v, starts, starts, max_length, max_length, scale=scale, window_size=(-1, 0), **flag)
     assert isinstance(y, Tensor)
     return y

@@ -33,12 +33,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
 EMBEDDING = Operator(Contract(
     name="embedding",
     args=(Arg("ids", "...", ids_below("V"), (torch.int64, torch.int32), layout="any"), Arg("w", "VD")),
-    results=(Arg("y", "...D"),),
-    rules=(Rule("ids from 0 to V - 1", lambda ids, w: in_range(ids, 0, w.shape[0]),
-        ({"ids": lambda c: c["ids"] + c["w"].shape[0]}, {"ids": lambda c: c["ids"] - c["w"].shape[0]}),
-        by_value=True,),),
-    reference=lambda ids, w: torch.nn.functional.embedding(ids, w), autograd=(_backward, saving(0, 1)),
-    sizes=cases("...2,5 V11 D24", "... V1 D1", "...0 V3 D8"),
-    forward=EXACT, backward=rounded(1e-6, 1e-6, times=4),
+    results=(Arg("y", "...D"),), rules=(Rule(
+        "ids from 0 to V - 1", lambda ids, w: in_range(ids, 0, w.shape[0]),
+        ({"ids": lambda c: c["ids"] + c["w"].shape[0]}, {"ids": lambda c: c["ids"] - c["w"].shape[0]}), by_value=True,
+    ),),
+    reference=lambda ids, w: torch.nn.functional.embedding(ids, w), autograd=(_backward, saving(0, 1)), forward=EXACT,
+    backward=rounded(1e-6, 1e-6, times=4), sizes=cases("...2,5 V11 D24", "... V1 D1", "...0 V3 D8"),
     traffic=lambda s, item: 2 * numel(s, "...D") * item + 8 * numel(s, "..."), num_flops=lambda s: 0,
 ))  # fmt: skip

@@ -115,40 +115,42 @@ def _penalise_reference(
     return x - frequency[:, None] * counts - presence[:, None] * (counts > 0)
 
 
-def _column(name: str, low: float, high: float, dtype: torch.dtype) -> Arg:
+def _column(name: str, low: float, high: float, dtype: torch.dtype = torch.float32) -> Arg:
     return Arg(name, "A", between(low, high), (dtype,))
 
 
-def _range_rule(need: str, place: int, holds: Callable[[Tensor], Tensor], name: str, *bad: float) -> Rule:
-    """Return the rule that every value of argument ``place`` satisfies ``holds``, which the ``bad`` values break."""
+def _range(need: str, place: int, holds: Callable[[Tensor], Tensor], *bad: float) -> Rule:
+    """Return the rule that every value of argument ``place``, named first in ``need``, holds; ``bad`` values do not."""
+    name = need.split()[0]
     breaks = tuple({name: lambda c, value=value: torch.full_like(c[name], value)} for value in bad)
     return Rule(need, lambda *values: bool(holds(values[place]).all()), breaks, by_value=True)
 
 
 SAMPLE = Operator(Contract(
-    name="sample",
-    args=(Arg("logits", "AV"), _column("temperature", 0.2, 2.0, torch.float32), _column("top_k", 0, 40, torch.int64),
-        _column("top_p", 0.3, 1.0, torch.float32), _column("min_p", 0.0, 0.2, torch.float32), _column("seed",
-        -(2.0**62), 2.0**62, torch.int64), _column("choice", 0, 8, torch.int64), _column("position", 0, 9000,
-        torch.int64)),
-    results=(Arg("token", "A", dtypes=INT64),),
-    rules=(Rule("V above 0", lambda logits, *_: logits.shape[1] > 0, ({"logits": lambda c: c["logits"][:, :0]},)),
-        _range_rule("temperature from 0", 1, lambda t: (t >= 0) & t.isfinite(), "temperature", -1, math.nan),
-        _range_rule("top_k from 0", 2, lambda k: k >= 0, "top_k", -1), _range_rule("top_p above 0, at most 1", 3,
-        lambda p: (p > 0) & (p <= 1), "top_p", 0, 1.5, math.nan), _range_rule("min_p from 0 to 1", 4,
-        lambda p: (p >= 0) & (p <= 1), "min_p", -0.1, 1.1, math.nan)),
-    reference=_reference, sizes=cases("A50 V101", "A1 V1", "A3 V2000"), forward=EXACT,
-    invariant=("reference",), num_flops=lambda s: 100 * s["A"] * s["V"],
+    name="sample", args=(
+        Arg("logits", "AV"), _column("temperature", 0.2, 2.0), _column("top_k", 0, 40, torch.int64),
+        _column("top_p", 0.3, 1.0), _column("min_p", 0.0, 0.2), _column("seed", -(2.0**62), 2.0**62, torch.int64),
+        _column("choice", 0, 8, torch.int64), _column("position", 0, 9000, torch.int64),
+    ),
+    results=(Arg("token", "A", dtypes=INT64),), rules=(
+        Rule("V above 0", lambda logits, *_: logits.shape[1] > 0, ({"logits": lambda c: c["logits"][:, :0]},)),
+        _range("temperature from 0", 1, lambda t: (t >= 0) & t.isfinite(), -1, math.nan),
+        _range("top_k from 0", 2, lambda k: k >= 0, -1),
+        _range("top_p above 0, at most 1", 3, lambda p: (p > 0) & (p <= 1), 0, 1.5, math.nan),
+        _range("min_p from 0 to 1", 4, lambda p: (p >= 0) & (p <= 1), -0.1, 1.1, math.nan),
+    ),
+    reference=_reference, sizes=cases("A50 V101", "A1 V1", "A3 V2000"), forward=EXACT, invariant=("reference",),
+    num_flops=lambda s: 100 * s["A"] * s["V"],
 ))  # fmt: skip
 
 PENALISE = Operator(Contract(
-    name="penalise",
-    args=(Arg("logits", "AV"), Arg("seen", "AV", between(0, 2), (torch.bool,)), Arg("counts", "AV", between(0, 3),
-        (torch.int32,)), _column("repetition", 0.5, 2, torch.float32), _column("presence", -2, 2, torch.float32),
-        _column("frequency", -2, 2, torch.float32)),
+    name="penalise", args=(
+        Arg("logits", "AV"), Arg("seen", "AV", between(0, 2), (torch.bool,)),
+        Arg("counts", "AV", between(0, 3), (torch.int32,)), _column("repetition", 0.5, 2),
+        _column("presence", -2, 2), _column("frequency", -2, 2),
+    ),
     results=(Arg("y", "AV", dtypes=FP32),),
-    rules=(_range_rule("repetition above 0", 3, lambda r: (r > 0) & r.isfinite(), "repetition", 0, -1, math.nan),),
-    reference=_penalise_reference, sizes=cases("A5 V101", "A1 V1", "A0 V7"),
-    forward=flat(1e-6, 1e-6), invariant=("reference",),
-    num_flops=lambda s: 6 * s["A"] * s["V"],
+    rules=(_range("repetition above 0", 3, lambda r: (r > 0) & r.isfinite(), 0, -1, math.nan),),
+    reference=_penalise_reference, sizes=cases("A5 V101", "A1 V1", "A0 V7"), forward=flat(1e-6, 1e-6),
+    invariant=("reference",), num_flops=lambda s: 6 * s["A"] * s["V"],
 ))  # fmt: skip
