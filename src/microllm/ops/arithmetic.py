@@ -6,13 +6,12 @@ Axes:    D = last axis, M, K, N = a product's, T = tokens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import VENDOR, Arg, Contract, Out, Sizes, Tolerance, cases, numel, rounded
+from microllm.ops.contract import VENDOR, Arg, Contract, Out, Sizes, cases, numel, rounded
 from microllm.ops.linear import LINEAR_TOLERANCE
 from microllm.ops.operator import Operator
 
@@ -56,40 +55,37 @@ def _softmax_reference(x: Tensor) -> Tensor:
     return (e / e.sum(dim=-1, keepdim=True)).to(x.dtype)
 
 
-def _operator(
-    name: str, axes: tuple[tuple[str, str], ...], result: str, num_flops: Callable[[Sizes], int],
-    forward: Mapping[torch.dtype, Tolerance], *functions: Callable[..., Tensor],
-) -> Operator:  # fmt: skip
-    reference, vendor = functions
-    return Operator(Contract(
-        name=name, args=tuple(Arg(n, a) for n, a in axes), results=(Arg("y", result),), reference=reference,
-        vendor=vendor, vendor_takes_out=True, composite=True, levels=VENDOR, sizes=_SIZES, forward=forward,
-        backward=rounded(1e-4, 1e-4, times=4, wide=1e-2), num_flops=num_flops,
-    ))  # fmt: skip
+def _flops(s: Sizes) -> int:
+    return numel(s, "...D")
 
 
 _SIZES = cases("...3,2 D65 M7 K33 N9 T6", "... D1 M1 K1 N1 T1", "...5 D8 M2 K64 N128 T33")
 _ELEMENTWISE, _SOFTMAX = rounded(1e-6, 1e-6), rounded(2e-6, 2e-5)
-_PAIR = (("a", "...D"), ("b", "...D"))
-
-ADD = _operator("add", _PAIR, "...D", lambda s: numel(s, "...D"), _ELEMENTWISE, lambda a, b: a + b, torch.add)
-MULTIPLY = _operator("multiply", _PAIR, "...D", lambda s: numel(s, "...D"), _ELEMENTWISE, lambda a, b: a * b, torch.mul)
-ADD_BIAS = _operator(
-    "add_bias", (("x", "...D"), ("bias", "D")), "...D", lambda s: numel(s, "...D"), _ELEMENTWISE,
-    lambda x, bias: (x.float() + bias.float()).to(x.dtype), torch.add,
-)  # fmt: skip
-MATMUL = _operator(
-    "matmul", (("a", "...MK"), ("b", "...KN")), "...MN", lambda s: 2 * numel(s, "...MN") * s["K"], LINEAR_TOLERANCE,
-    lambda a, b: (a.float() @ b.float()).to(a.dtype), torch.matmul,
-)  # fmt: skip
-SOFTMAX = _operator(
-    "softmax", (("x", "...D"),), "...D", lambda s: 4 * numel(s, "...D"), _SOFTMAX,
-    _softmax_reference, partial(torch.softmax, dim=-1),
-)  # fmt: skip
-CAUSAL_SOFTMAX = _operator(
-    "causal_softmax", (("x", "...TT"),), "...TT", lambda s: 4 * numel(s, "...TT"), _SOFTMAX,
-    lambda x: _softmax_reference(_masked(x)),
-    lambda x, out=None: torch.softmax(_masked(x), dim=-1, out=out) if out is not None else _masked(x).softmax(-1),
+_A, _B, _X, _Y = Arg("a", "...D"), Arg("b", "...D"), Arg("x", "...D"), (Arg("y", "...D"),)
+_row = partial(
+    Contract, results=_Y, vendor_takes_out=True, composite=True, levels=VENDOR, sizes=_SIZES, forward=_ELEMENTWISE,
+    backward=rounded(1e-4, 1e-4, times=4, wide=1e-2), num_flops=_flops,
 )  # fmt: skip
 
-ARITHMETIC = (ADD, MULTIPLY, ADD_BIAS, MATMUL, SOFTMAX, CAUSAL_SOFTMAX)
+ARITHMETIC = (
+    ADD := Operator(_row(name="add", args=(_A, _B), reference=lambda a, b: a + b, vendor=torch.add)),
+    MULTIPLY := Operator(_row(name="multiply", args=(_A, _B), reference=lambda a, b: a * b, vendor=torch.mul)),
+    ADD_BIAS := Operator(_row(
+        name="add_bias", args=(_X, Arg("bias", "D")), vendor=torch.add,
+        reference=lambda x, bias: (x.float() + bias.float()).to(x.dtype),
+    )),
+    MATMUL := Operator(_row(
+        name="matmul", args=(Arg("a", "...MK"), Arg("b", "...KN")), results=(Arg("y", "...MN"),), vendor=torch.matmul,
+        reference=lambda a, b: (a.float() @ b.float()).to(a.dtype), forward=LINEAR_TOLERANCE,
+        num_flops=lambda s: 2 * numel(s, "...MN") * s["K"],
+    )),
+    SOFTMAX := Operator(_row(
+        name="softmax", args=(_X,), reference=_softmax_reference, vendor=partial(torch.softmax, dim=-1),
+        forward=_SOFTMAX, num_flops=lambda s: 4 * numel(s, "...D"),
+    )),
+    CAUSAL_SOFTMAX := Operator(_row(
+        name="causal_softmax", args=(Arg("x", "...TT"),), results=(Arg("y", "...TT"),), forward=_SOFTMAX,
+        reference=lambda x: _softmax_reference(_masked(x)), num_flops=lambda s: 4 * numel(s, "...TT"),
+        vendor=lambda x, out=None: torch.softmax(_masked(x), -1, out=out),
+    )),
+)  # fmt: skip
