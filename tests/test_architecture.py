@@ -83,12 +83,15 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "lab/hf_twin.py": {"transformers"},
     "lab/staircase.py": {"matplotlib"},
     "model/loading.py": {"microllm.io.checkpoint"},
+    "ops/attention.py": {"torch.nn.attention.varlen"},  # brings the compiler along: seconds
+    "ops/select.py": {"microllm.ops.kernels"},  # brings triton
 }
 
 # File -> the environment variables it may read.
 ENVIRONMENT: dict[str, set[str]] = {
     "io/demo.py": {"MICROLLM_HOME"},
     "io/resolve.py": {"HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"},  # huggingface_hub's own
+    "ops/select.py": {"TRITON_INTERPRET"},  # triton's own
 }
 
 # Functions that hand on **changes: each checks the names first.
@@ -105,22 +108,24 @@ MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 
 # Lines of code (not blank, comment or docstring) that each room may grow to; they add up to the package's.
 # evidence, io and lab are whole and have no slack: what one of them gains, it takes from itself or from a room to come.
-PACKAGE_BUDGET = 12_000
+# 2,200 over the first plan of 12,000, for three rooms that it put too low: io refuses each kind of hostile file and
+# template by name, evidence and lab keep records that recompute, and ops holds 46 operators with row and gradient.
+PACKAGE_BUDGET = 14_200
 ROOM_BUDGET: dict[str, int] = {
     "errors": 25,
     "config": 175,
     "evidence": 2080,
-    "ops": 1340,
-    "io": 2520,  # 60 from the kernels to come: a hostile chat template is charged for its memory
-    "sampling": 320,
-    "step": 350,
+    "ops": 2300,
+    "io": 2520,
+    "sampling": 330,
+    "step": 450,
     "model": 230,
-    "structures": 760,
-    "inference": 650,
-    "training": 620,
-    "serving": 280,
+    "structures": 1200,
+    "inference": 900,
+    "training": 900,
+    "serving": 400,
     "lab": 2110,
-    "cli": 520,
+    "cli": 560,
     "__init__": 15,
     "__main__": 5,
 }
@@ -619,6 +624,6 @@ def test_contributing_recipes_are_six_lines_and_name_what_exists():
     assert paths
     assert not missing
     code = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
-    for name in ("Family", "_block_shapes", "CONTRACT", "_ROWS", "CONTRACTS", "require"):
+    for name in ("Family", "_block_shapes", "Contract", "Rule", "Operator", "_ROWS", "CONTRACTS", "KERNELS"):
         assert f"`{name}`" in text or f".{name}`" in text
         assert re.search(rf"\b{name}\b", code), f"CONTRIBUTING names {name}, which is gone"

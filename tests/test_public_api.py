@@ -36,9 +36,9 @@ print(len(names))
 MEASURE = """
 import time
 import torch
-start = time.perf_counter()
+start = time.process_time()
 import microllm
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from microllm.errors import OperatorError
 
 
-def as_tensor(array: Any) -> Tensor:  # noqa: ANN401 - anything that speaks DLPack
+def as_tensor(array: Any) -> Tensor:
     """Return ``array`` as a tensor over the same memory: NumPy, JAX, CuPy, anything with DLPack.
 
     Raises:

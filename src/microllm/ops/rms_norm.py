@@ -1,31 +1,22 @@
-"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * w.
+"""RMSNorm: y = x / sqrt(mean(x^2) + eps) * w, alone or of a sum.
 
-Axes:    R = rows (any leading axes), D = model or head dim
+Axes:    D = model or head dim, after any leading axes
 Source:  arXiv:1910.07467
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import (
-    Arg,
-    Contract,
-    Refusal,
-    Tolerance,
-    changed,
-    near_one,
-    normal,
-    require,
-    require_float,
-    require_unit_stride,
-)
+from microllm.ops.contract import Arg, Contract, Out, Outs, Rule, cases, near_one, numel, rounded
+from microllm.ops.operator import Operator, saving
 
 
-def rms_norm(x: Tensor, w: Tensor, *, eps: float) -> Tensor:
+def rms_norm(x: Tensor, w: Tensor, *, eps: float, out: Out = None) -> Tensor:
     """Scale each row of x to unit root mean square, then by w.
 
     Shapes:  x [..., D], w [D] -> y like x
@@ -33,43 +24,70 @@ def rms_norm(x: Tensor, w: Tensor, *, eps: float) -> Tensor:
     Raises:
         OperatorError: w is not [D], dtypes or devices differ, eps is not above 0, D is strided.
     """
-    require_float("rms_norm", x, w)
-    require(
-        x.dim() >= 1 and w.shape == x.shape[-1:], "rms_norm",
-        f"x {tuple(x.shape)}, w {tuple(w.shape)}", "w of shape (D,), D the last axis of x",
-    )  # fmt: skip
-    require(math.isfinite(eps) and eps > 0, "rms_norm", f"eps={eps}", "a finite eps above 0")
-    require_unit_stride("rms_norm", x, w)
+    return RMS_NORM(x, w, eps, out=out)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, w: Tensor, *, eps: float, out: Outs = None) -> tuple[Tensor, Tensor]:
+    """Return x + residual, rounded, and the norm of that.
+
+    Shapes:  x, residual [..., D], w [D] -> sum, y, both like x
+    Numbers: the sum is rounded to x's dtype before its mean is taken; then as ``rms_norm``
+    Raises:
+        OperatorError: shapes, dtypes or devices differ, eps is not above 0, D is strided.
+    """
+    return ADD_RMS_NORM(x, residual, w, eps, out=out)
+
+
+def norm_reference(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm by its formula."""
     x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype) * w
+
+
+def _backward_reference(dy: Tensor, x: Tensor, w: Tensor, addend: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    x32, dy32 = x.float(), dy.float()
     scale = torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + eps)
-    return (x32 * scale).to(x.dtype) * w
+    normed, d_normed = x32 * scale, dy32 * w.float()
+    dx = scale * (d_normed - normed * (d_normed * normed).mean(dim=-1, keepdim=True))
+    dw = (dy32 * normed).flatten(0, -2).sum(dim=0) if x.dim() > 1 else dy32 * normed
+    return (dx if addend is None else dx + addend.float()).to(x.dtype), dw.to(w.dtype)
 
 
-def _oracle(x: Tensor, w: Tensor, *, eps: float) -> Tensor:
-    return torch.nn.functional.rms_norm(x, w.shape, w, eps)
+def _add_reference(x: Tensor, residual: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return total, norm_reference(total, w, eps)
 
 
-CONTRACT = Contract(
-    name="rms_norm",
-    call=rms_norm,
-    oracle=_oracle,
-    args=(Arg("x", "RD", normal), Arg("w", "D", near_one)),
-    scalars={"eps": 1e-5},
-    sizes=({"R": 1, "D": 1}, {"R": 3, "D": 64}, {"R": 17, "D": 577}, {"R": 0, "D": 8}),
-    refusals=(
-        Refusal("w of another width", changed(w=lambda c: c["w"].new_ones(c["w"].shape[0] + 1))),
-        Refusal("eps = 0", changed(eps=0.0)),
-        Refusal("eps NaN", changed(eps=math.nan)),
-        Refusal("mixed dtypes", changed(w=lambda c: c["w"].double())),
-        Refusal("a strided last dimension", changed(x=lambda c: torch.empty(4, 8).T, w=torch.ones(4))),
-        Refusal("whole numbers", changed(x=lambda c: torch.ones(2, 4, dtype=torch.int32))),
-    ),
-    forward={
-        torch.float32: Tolerance(1e-6, 2e-6),
-        torch.bfloat16: Tolerance(1e-6, 1.6e-2),
-        torch.float16: Tolerance(1e-6, 2e-3),
-    },
-    backward={torch.float32: Tolerance(1e-5, 1e-4)},
-    num_bytes=lambda s, item: (2 * s["R"] * s["D"] + s["D"]) * item,
-    num_flops=lambda s: 4 * s["R"] * s["D"],
-)
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    return (*RMS_NORM_BACKWARD.call(dy.contiguous(), *ctx.saved_tensors, None, *ctx.scalars), None)
+
+
+def _add_backward(ctx: Any, d_sum: Tensor, dy: Tensor) -> tuple[Any, ...]:
+    w, total = ctx.saved_tensors
+    dx, dw = RMS_NORM_BACKWARD.call(dy.contiguous(), total, w, d_sum.contiguous(), *ctx.scalars)
+    return dx, dx, dw, None
+
+
+EPS = Rule("eps above 0", lambda *values: 0 < values[-1] < math.inf, ({"eps": 0.0}, {"eps": math.nan}))
+_SIZES = cases("...3 D64", "...2,5 D577", "... D1", "...0 D8")
+
+RMS_NORM = Operator(Contract(
+    name="rms_norm", args=(Arg("x", "...D"), Arg("w", "D", near_one)), results=(Arg("y", "...D"),),
+    scalars={"eps": 1e-5}, rules=(EPS,), reference=norm_reference, autograd=(_backward, saving(0, 1)), sizes=_SIZES,
+    forward=rounded(1e-6, 2e-6, times=2), backward=rounded(1e-5, 1e-4, times=2),
+    num_flops=lambda s: 4 * numel(s, "...D"),
+))  # fmt: skip
+
+ADD_RMS_NORM = Operator(Contract(
+    name="add_rms_norm", args=(Arg("x", "...D"), Arg("residual", "...D"), Arg("w", "D", near_one)),
+    results=(Arg("sum", "...D"), Arg("y", "...D")), scalars={"eps": 1e-5}, rules=(EPS,), reference=_add_reference,
+    autograd=(_add_backward, saving(2, outputs=(0,))), sizes=_SIZES, forward=rounded(1e-6, 2e-6, times=3),
+    backward=rounded(1e-5, 1e-4, times=3, wide=3e-2), num_flops=lambda s: 5 * numel(s, "...D"),
+))  # fmt: skip
+
+RMS_NORM_BACKWARD = Operator(Contract(
+    name="rms_norm_backward",
+    args=(Arg("dy", "...D"), Arg("x", "...D"), Arg("w", "D", near_one), Arg("addend", "...D", optional=True)),
+    results=(Arg("dx", "...D"), Arg("dw", "D")), scalars={"eps": 1e-5}, rules=(EPS,), reference=_backward_reference,
+    sizes=_SIZES, forward=rounded(1e-5, 1e-4), num_flops=lambda s: 9 * numel(s, "...D"),
+))  # fmt: skip

@@ -10,24 +10,14 @@ Source:  Philox-4x32-10: Salmon et al., SC 2011; Gumbel-max: a draw from softmax
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from microllm.ops.argmax import argmax
-from microllm.ops.contract import (
-    FLOATS,
-    Arg,
-    Contract,
-    Draw,
-    Refusal,
-    Sizes,
-    Tolerance,
-    changed,
-    normal,
-    require,
-)
+from microllm.ops.argmax import argmax_reference
+from microllm.ops.contract import EXACT, FP32, INT64, Arg, Contract, Out, Rule, between, cases, flat
+from microllm.ops.operator import Operator
 
 _MASK = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
@@ -64,7 +54,7 @@ def gumbel_noise(token_ids: Tensor, seed: Tensor, choice: Tensor, position: Tens
 
 def sample(
     logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
-    seed: Tensor, choice: Tensor, position: Tensor,
+    seed: Tensor, choice: Tensor, position: Tensor, out: Out = None,
 ) -> Tensor:  # fmt: skip
     """Return one token a row; temperature 0 is the exact argmax, a non-finite row gives -1.
 
@@ -75,8 +65,32 @@ def sample(
     Raises:
         OperatorError: shapes or dtypes differ, or (on a CPU) a parameter is out of its range.
     """
-    _check(logits, temperature, top_k, top_p, min_p, (seed, choice, position))
-    greedy = argmax(logits)
+    return SAMPLE(logits, temperature, top_k, top_p, min_p, seed, choice, position, out=out)
+
+
+def penalise(
+    logits: Tensor, seen: Tensor, counts: Tensor, *, repetition: Tensor, presence: Tensor, frequency: Tensor,
+    out: Out = None,
+) -> Tensor:  # fmt: skip
+    """Return the logits in fp32, with the penalties on tokens that prompt or output hold.
+
+    ``seen``: the prompt or the output holds the token: a positive logit is divided by ``repetition``, another
+    multiplied. ``counts``: how often the output holds it: minus frequency * count, minus presence where it does.
+
+    Shapes:  logits [A, V]; seen [A, V] bool, counts [A, V] int32; repetition, presence, frequency [A] fp32
+             -> [A, V] fp32
+    Numbers: fp32
+    Raises:
+        OperatorError: shapes or dtypes differ, or (on a CPU) a repetition penalty is not above 0.
+    """
+    return PENALISE(logits, seen, counts, repetition, presence, frequency, out=out)
+
+
+def _reference(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    seed: Tensor, choice: Tensor, position: Tensor,
+) -> Tensor:  # fmt: skip
+    greedy = argmax_reference(logits)
     cold = temperature == 0
     scaled = logits.float() / torch.where(cold, 1.0, temperature)[:, None]
     scores, ids = scaled.sort(dim=1, descending=True, stable=True)
@@ -93,100 +107,50 @@ def sample(
     return torch.where(cold | (greedy < 0), greedy, drawn)
 
 
-def _check(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: tuple[Tensor, ...]
-) -> None:
-    require(
-        logits.dim() == 2 and logits.dtype in FLOATS, "sample",
-        f"logits {tuple(logits.shape)} of {logits.dtype}", "a float matrix (A, V)",
-    )  # fmt: skip
-    floats, whole = (temperature, top_p, min_p), (top_k, *keys)
-    rows = logits.shape[:1]
-    good = all(t.shape == rows and t.dtype == torch.float32 for t in floats)
-    good &= all(t.shape == rows and t.dtype == torch.int64 for t in whole)
-    got = [f"{tuple(t.shape)} of {t.dtype}" for t in floats + whole]
-    require(
-        good, "sample", f"temperature, top_p, min_p, top_k, seed, choice, position {', '.join(got)}",
-        f"{tuple(rows)}: fp32 for the first three, int64 for the rest",
-    )  # fmt: skip
-    if logits.device.type == "cpu" and rows[0]:
-        good = bool(((temperature >= 0) & temperature.isfinite()).all() and (top_k >= 0).all())
-        good &= bool(((top_p > 0) & (top_p <= 1)).all() and ((min_p >= 0) & (min_p <= 1)).all())
-        require(
-            good,
-            "sample",
-            "a parameter out of range",
-            "temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1",
-        )
+def _penalise_reference(
+    logits: Tensor, seen: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> Tensor:
+    x, factor = logits.float(), repetition[:, None]
+    x = torch.where(seen, torch.where(x > 0, x / factor, x * factor), x)
+    return x - frequency[:, None] * counts - presence[:, None] * (counts > 0)
 
 
-def _oracle(logits: Tensor, **row: Tensor) -> Tensor:
-    columns = {name: value.tolist() for name, value in row.items()}
-    return torch.tensor([
-        _draw_row(values, {name: column[i] for name, column in columns.items()})
-        for i, values in enumerate(logits.tolist())
-    ])  # fmt: skip
+def _column(name: str, low: float, high: float, dtype: torch.dtype = torch.float32) -> Arg:
+    return Arg(name, "A", between(low, high), (dtype,))
 
 
-def _draw_row(values: list[float], p: dict[str, Any]) -> int:
-    """Draw one row's token with Python numbers alone."""
-    order = sorted(range(len(values)), key=lambda i: (-values[i], i))
-    if p["temperature"] == 0:
-        return order[0]
-    order = order[: p["top_k"] or None]
-    scores = {i: values[i] / p["temperature"] for i in order}
-    total = math.fsum(math.exp(s - scores[order[0]]) for s in scores.values())
-    mass, kept = 0.0, []
-    for i in order:
-        probability = math.exp(scores[i] - scores[order[0]]) / total
-        if (mass < p["top_p"] or not kept) and probability >= p["min_p"] / total:
-            kept.append(i)
-        mass += probability
-    return max(kept, key=lambda i: scores[i] + _gumbel(i, p["position"], p["choice"], p["seed"]))
+def _range(need: str, place: int, holds: Callable[[Tensor], Tensor], *bad: float) -> Rule:
+    """Return the rule that every value of argument ``place``, named first in ``need``, holds; ``bad`` values do not."""
+    name = need.split()[0]
+    breaks = tuple({name: lambda c, value=value: torch.full_like(c[name], value)} for value in bad)
+    return Rule(need, lambda *values: bool(holds(values[place]).all()), breaks, by_value=True)
 
 
-def _gumbel(token: int, position: int, choice: int, seed: int) -> float:
-    c, k = [token, position, choice, 0], [seed & _MASK, (seed >> 32) & _MASK]
-    for _ in range(10):
-        high0, low0 = divmod(c[0] * _MULTIPLY[0], 1 << 32)
-        high1, low1 = divmod(c[2] * _MULTIPLY[1], 1 << 32)
-        c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
-        k = [(k[0] + _WEYL[0]) & _MASK, (k[1] + _WEYL[1]) & _MASK]
-    return -math.log(-math.log1p(-(c[0] + 0.5) / 2.0**32))
-
-
-def _between(low: float, high: float, dtype: torch.dtype) -> Draw:
-    def draw(shape: tuple[int, ...], sizes: Sizes, _: torch.dtype, generator: torch.Generator) -> Tensor:
-        return (low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)).to(dtype)
-
-    return draw
-
-
-CONTRACT = Contract(
-    name="sample",
-    call=sample,
-    oracle=_oracle,
-    args=(
-        Arg("logits", "AV", normal),
-        Arg("temperature", "A", _between(0.2, 2.0, torch.float32), is_float=False),
-        Arg("top_k", "A", _between(0, 40, torch.int64), is_float=False),
-        Arg("top_p", "A", _between(0.3, 1.0, torch.float32), is_float=False),
-        Arg("min_p", "A", _between(0.0, 0.2, torch.float32), is_float=False),
-        Arg("seed", "A", _between(-(2.0**62), 2.0**62, torch.int64), is_float=False),
-        Arg("choice", "A", _between(0, 8, torch.int64), is_float=False),
-        Arg("position", "A", _between(0, 9000, torch.int64), is_float=False),
+SAMPLE = Operator(Contract(
+    name="sample", args=(
+        Arg("logits", "AV"), _column("temperature", 0.2, 2.0), _column("top_k", 0, 40, torch.int64),
+        _column("top_p", 0.3, 1.0), _column("min_p", 0.0, 0.2), _column("seed", -(2.0**62), 2.0**62, torch.int64),
+        _column("choice", 0, 8, torch.int64), _column("position", 0, 9000, torch.int64),
     ),
-    sizes=({"A": 1, "V": 1}, {"A": 50, "V": 101}, {"A": 3, "V": 2000}),
-    refusals=(
-        Refusal("a negative temperature", changed(temperature=lambda c: c["temperature"] * 0 - 1)),
-        Refusal("temperature NaN", changed(temperature=lambda c: c["temperature"] * math.nan)),
-        Refusal("top_p = 0", changed(top_p=lambda c: c["top_p"] * 0)),
-        Refusal("top_k below 0", changed(top_k=lambda c: c["top_k"] * 0 - 1)),
-        Refusal("a parameter of another length", changed(seed=torch.zeros(99, dtype=torch.int64))),
-        Refusal("a float seed", changed(seed=lambda c: c["seed"].float())),
+    results=(Arg("token", "A", dtypes=INT64),), rules=(
+        Rule("V above 0", lambda logits, *_: logits.shape[1] > 0, ({"logits": lambda c: c["logits"][:, :0]},)),
+        _range("temperature from 0", 1, lambda t: (t >= 0) & t.isfinite(), -1, math.nan),
+        _range("top_k from 0", 2, lambda k: k >= 0, -1),
+        _range("top_p above 0, at most 1", 3, lambda p: (p > 0) & (p <= 1), 0, 1.5, math.nan),
+        _range("min_p from 0 to 1", 4, lambda p: (p >= 0) & (p <= 1), -0.1, 1.1, math.nan),
     ),
-    forward={d: Tolerance(0, 0) for d in FLOATS},
-    num_bytes=lambda s, item: s["A"] * s["V"] * item,
+    reference=_reference, sizes=cases("A50 V101", "A1 V1", "A3 V2000"), forward=EXACT, invariant=("reference",),
     num_flops=lambda s: 100 * s["A"] * s["V"],
-    exact=True,
-)
+))  # fmt: skip
+
+PENALISE = Operator(Contract(
+    name="penalise", args=(
+        Arg("logits", "AV"), Arg("seen", "AV", between(0, 2), (torch.bool,)),
+        Arg("counts", "AV", between(0, 3), (torch.int32,)), _column("repetition", 0.5, 2),
+        _column("presence", -2, 2), _column("frequency", -2, 2),
+    ),
+    results=(Arg("y", "AV", dtypes=FP32),),
+    rules=(_range("repetition above 0", 3, lambda r: (r > 0) & r.isfinite(), 0, -1, math.nan),),
+    reference=_penalise_reference, sizes=cases("A5 V101", "A1 V1", "A0 V7"), forward=flat(1e-6, 1e-6),
+    invariant=("reference",), num_flops=lambda s: 6 * s["A"] * s["V"],
+))  # fmt: skip

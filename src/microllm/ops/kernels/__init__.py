@@ -1,0 +1,26 @@
+"""Triton kernels: the table that ``select`` reads when a call first may run one.
+
+Place: ``kernels/<op>.py`` holds a kernel and its launcher, named like the operator. This package is imported on the
+first such call and not before, so that ``import microllm`` needs no triton; its files may import triton at the top.
+
+``run`` has the reference's signature and ``out=`` besides: None, or a tuple of the results to fill; it returns what
+the reference returns. Operators with a diagnostic form take ``sink=`` too: a dict to put the intermediates into.
+``suits`` has the reference's signature and says whether the kernel takes the call, and why. A row that lists "triton"
+among its levels has an entry here, and an entry here has such a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Kernel(NamedTuple):
+    """An operator's kernel: how to run it, and whether it suits a call."""
+
+    run: Callable[..., Any]
+    suits: Callable[..., tuple[bool, str]]
+
+
+KERNELS: dict[str, Kernel] = {}
+"""Every kernel by its operator's name: ``"rms_norm": Kernel(rms_norm.run, rms_norm.suits)``."""

@@ -1,0 +1,166 @@
+"""Choose the implementation of an operator, say why, and count what ran.
+
+Place: every call of an operator that is not replayed from a graph passes ``choose``. Levels are tried in the order of
+the row's ``levels`` for the device; one that does not suit the call is passed over, and the reason says so.
+Does not tune, and knows no operator by name.
+
+``use`` and ``ledger`` hold for the whole process: a backward pass runs in threads of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from microllm.errors import OperatorError
+from microllm.ops.contract import Contract, Level, Outs, Sink
+
+if TYPE_CHECKING:
+    from microllm.ops.kernels import Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The level that a call runs at, and why not a better one, or what stands behind it."""
+
+    level: Level
+    reason: str
+
+
+class Ran(NamedTuple):
+    """One entry of the ledger."""
+
+    op: str
+    level: Level
+    reason: str
+
+
+_forced: dict[str, Level] = {}
+_ledgers: list[Counter[Ran]] = []
+
+
+@contextmanager
+def use(level: Level, *names: str) -> Iterator[None]:
+    """Force a level inside the context, for the operators named or for all; one that does not qualify is an error.
+
+    Raises:
+        OperatorError: at the call, when the operator has no such level or it does not suit the call.
+    """
+    before = dict(_forced)
+    _forced.update(dict.fromkeys(names or ("",), level))
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
+
+
+@contextmanager
+def ledger() -> Iterator[Counter[Ran]]:
+    """Count what runs inside the context: operator, level, reason. A graph traced or replayed counts nothing."""
+    counts: Counter[Ran] = Counter()
+    _ledgers.append(counts)
+    try:
+        yield counts
+    finally:
+        _ledgers[:] = [kept for kept in _ledgers if kept is not counts]
+
+
+_choice = cache(Choice)
+
+
+def choose(contract: Contract, values: Sequence[Any], *, with_sink: bool = False) -> Choice:
+    """Return the best level that suits the call.
+
+    Raises:
+        OperatorError: the forced level does not.
+    """
+    device = first_tensor(values).device.type
+    levels: tuple[Level, ...] = contract.levels.get(device, ("reference",))
+    forced = _forced.get(contract.name) or _forced.get("")
+    if forced is None and len(levels) == 1:
+        return _choice(levels[0], "the only level")
+    if forced == "triton" and _interpreted() and "triton" in contract.levels["cuda"]:
+        levels = ("triton",)
+    passed: list[str] = []
+    for level in levels:
+        if forced not in (None, level):
+            continue
+        suits, reason = _suits(contract, level, values, with_sink)
+        if suits:
+            return _choice(level, "; ".join([*passed, reason]) if passed else reason)
+        passed.append(f"not {level}: {reason}")
+    raise OperatorError(
+        f"{contract.name}: got use({forced!r}); need one of its levels on {device}, which are "
+        f"{', '.join(levels)}{''.join(f'; {text}' for text in passed)}"
+    )
+
+
+def run(contract: Contract, values: Sequence[Any], *, out: Outs = None, sink: Sink = None) -> Any:
+    """Run a call at the level that suits it, count it, and fill ``out`` where it is given.
+
+    Raises:
+        OperatorError: a rule on values is broken (looked at on a CPU alone), or the forced level does not suit.
+    """
+    if first_tensor(values).device.type == "cpu":
+        contract.check_values(values)
+    choice = choose(contract, values, with_sink=sink is not None)
+    for counts in [] if torch.compiler.is_compiling() else _ledgers:
+        counts[Ran(contract.name, choice.level, choice.reason)] += 1
+    more: dict[str, Any] = {} if sink is None else {"sink": sink}
+    if choice.level == "triton":
+        return _kernel(contract.name).run(*values, out=out, **more)
+    if choice.level == "vendor":
+        assert contract.vendor is not None, f"{contract.name} lists a vendor level and has none"
+        if out is not None and contract.vendor_takes_out:
+            return contract.vendor(*values, out=out[0])
+        results = contract.vendor(*values)
+    else:
+        results = contract.reference(*values, **more)
+    if out is not None:
+        for target, result in zip(out, results if isinstance(results, tuple) else (results,), strict=True):
+            target.copy_(result)
+    return results
+
+
+def _suits(contract: Contract, level: Level, values: Sequence[Any], with_sink: bool) -> tuple[bool, str]:
+    if level == "reference":
+        return True, "plain torch"
+    if level == "vendor":
+        if with_sink:
+            return False, "no diagnostic form"
+        return contract.vendor_suits(*values) if contract.vendor_suits else (True, "torch's library")
+    if first_tensor(values).device.type != "cuda" and not _interpreted():
+        return False, "needs a GPU"
+    if not _has_triton():
+        return False, "the package triton is absent; run: pip install 'microllm[gpu]'"
+    return _kernel(contract.name).suits(*values)
+
+
+def first_tensor(values: Sequence[Any]) -> Tensor:
+    """Return the call's first tensor: the device of all."""
+    return values[0] if isinstance(values[0], Tensor) else values[0][0]
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _kernel(name: str) -> Kernel:
+    from microllm.ops.kernels import KERNELS  # noqa: PLC0415 - brings triton: on first use
+
+    return KERNELS[name]
