@@ -1,5 +1,6 @@
 """Every command as a person or a script meets it: what it prints, what it refuses, how it ends."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -222,39 +223,55 @@ def test_a_turn_that_does_not_fit_is_said_and_forgotten(capsys, tiny, monkeypatc
     assert len(turn["prompt_token_ids"]) == len("<|user|>ab<|assistant|>")
 
 
+HEAR_CTRL_C = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+@contextlib.contextmanager
+def started(command, **streams):
+    """Run a command that hears Ctrl-C even where the tests were started in the background; kill it in the end."""
+    with subprocess.Popen([sys.executable, "-c", HEAR_CTRL_C, *command], **streams) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_program():
     """On a real terminal, with the demo: interrupt a long answer, then leave by command."""
     controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "microllm", "chat", "--model", "demo"]
     command += ["--max-tokens", "4000", "--min-tokens", "3999"]
-    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True) as process:
+    with started(command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True) as process:
         os.close(terminal)
         seen = read_until(controller, b"> ")
         os.write(controller, b"Tell me a long story.\n")
         seen = read_until(controller, b"story.\r\n", minimum=40)
         process.send_signal(signal.SIGINT)
-        seen = read_until(controller, b"finish: cancelled")
-        seen += read_until(controller, b"> ")
+        seen = read_until(controller, b"finish: cancelled", then=b"> ")
         assert process.poll() is None, seen
         os.write(controller, b"/exit\n")
         assert process.wait(timeout=30) == 0
     os.close(controller)
 
 
-def read_until(controller, mark, *, minimum=0, timeout_s=90):
-    """Return what the terminal shows once ``mark`` is there and ``minimum`` bytes follow it."""
+def read_until(controller, mark, *, then=b"", minimum=0, timeout_s=90):
+    """Return what the terminal shows once ``mark`` is there, then ``then``, and ``minimum`` bytes follow the mark."""
     seen, end = b"", time.monotonic() + timeout_s
-    while not (mark in seen and len(seen.partition(mark)[2]) >= minimum):
+    while True:
+        _, found, rest = seen.partition(mark)
+        if found and then in rest and len(rest) >= minimum:
+            return seen
         ready, _, _ = select.select([controller], [], [], max(0, end - time.monotonic()))
-        assert ready, f"no {mark!r} in {seen[-500:]!r}"
+        assert ready, f"no {mark!r} and {then!r} in {seen[-500:]!r}"
         seen += os.read(controller, 4096)
-    return seen
 
 
 def test_generate_stopped_by_ctrl_c_keeps_what_it_said():
     command = [sys.executable, "-m", "microllm", "generate", "--prompt", "Tell a story.", "--min-tokens", "3999"]
     command += ["--max-tokens", "4000", "--model", "demo"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         rest, complaint = process.communicate(timeout=60)
