@@ -236,7 +236,7 @@ def _ranges(model: nn.Module, enter: _Enter) -> Iterator[None]:
         with enter(place):
             yield
 
-    operators = {name: getattr(ops, name) for name in ops.CONTRACTS}
+    operators = {name: getattr(ops, name) for name in ops.CONTRACTS if name in ops.__all__}  # not the backward ones
     hooks = []
     try:
         for site, module in model.named_modules():
