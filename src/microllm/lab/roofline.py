@@ -22,7 +22,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from microllm.errors import EvidenceError
+from microllm.errors import EvidenceError, UnavailableError
 from microllm.evidence.environment import capture_environment
 from microllm.evidence.rows import Row, RowStatus, environment_fields, latest_rows, write_row
 from microllm.evidence.timing import Action, RoundClock
@@ -135,7 +135,7 @@ def _measure(clock: RoundClock, probe: Probe, config: RooflineConfig) -> tuple[f
             rounds = [clock.time(action, repetitions) for _ in range(config.rounds)]
     except torch.OutOfMemoryError:
         return None, "oom", "not run"
-    except (RuntimeError, NotImplementedError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         return None, "unsupported", f"not run: {str(error).splitlines()[0][:100]}"
     usable = [each for each in rounds if each.usable(0.0, 0.005)]
     if len(usable) < 0.8 * len(rounds):
@@ -172,7 +172,7 @@ def _gemm_probes(config: RooflineConfig) -> Iterator[Probe]:
 
 def _prepare_gemm(size: int, dtype: str, device: str) -> tuple[Action, str]:
     if dtype == "tf32" and torch.device(device).type != "cuda":
-        raise NotImplementedError("TF32 is a GPU's")
+        raise UnavailableError(f"got device {device!r}; TF32 is a GPU's")
     generator = torch.Generator(device).manual_seed(size)
 
     def make() -> tuple[Tensor, Tensor]:
