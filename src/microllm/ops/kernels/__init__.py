@@ -11,16 +11,12 @@ among its levels has an entry here, and an entry here has such a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-
-class Kernel(NamedTuple):
-    """An operator's kernel: how to run it, and whether it suits a call."""
-
-    run: Callable[..., Any]
-    suits: Callable[..., tuple[bool, str]]
-
+from microllm.ops.kernels.launch import Compiled, Kernel
 
 KERNELS: dict[str, Kernel] = {}
 """Every kernel by its operator's name: ``"rms_norm": Kernel(rms_norm.run, rms_norm.suits)``."""
+
+COMPILED: dict[str, tuple[Compiled, ...]] = {}
+"""What is compiled ahead of time, by file: ``"rms_norm": rms_norm.COMPILED``."""
+
+__all__ = ["COMPILED", "KERNELS", "Compiled", "Kernel"]

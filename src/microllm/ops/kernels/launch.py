@@ -1,0 +1,74 @@
+"""What kernel files have in common: the forms of their tables, block sizes, overlapped launches, scratch memory.
+
+Place: imported by every file in ``kernels/``. Holds no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Kernel(NamedTuple):
+    """An operator's kernel: how to run it, and whether it suits a call."""
+
+    run: Callable[..., Any]
+    suits: Callable[..., tuple[bool, str]]
+
+
+class Compiled(NamedTuple):
+    """A case that a kernel is compiled for ahead of time, on every target, with pointers aligned to 16 bytes.
+
+    ``signature``: arguments known at launch only, with their Triton types ("*bf16", "*fp32", "i32", "fp32").
+    ``constexprs``: all others: sizes, blocks, flags, and pointers that are absent (None). A case with PDL=True is
+    compiled with False for a target that has no such launches.
+    ``uses``: what the target must have, or the compiler must have used: "pdl", "wgmma", "fp8".
+    """
+
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, object]
+    num_warps: int = 4
+    num_stages: int = 1
+    uses: tuple[str, ...] = ()
+
+
+_overlapped: ContextVar[bool] = ContextVar("overlapped", default=False)
+
+
+@contextmanager
+def overlapped() -> Iterator[None]:
+    """Let kernels launched inside begin, and read weights, before the one ahead ends (PDL).
+
+    Only for a step in which nothing writes weights: they are read before the kernel waits for its inputs.
+    """
+    token = _overlapped.set(True)
+    try:
+        yield
+    finally:
+        _overlapped.reset(token)
+
+
+def pdl(device: torch.device) -> bool:
+    """Say whether a kernel launched now on ``device`` takes part in overlapped launches."""
+    return _overlapped.get() and device.type == "cuda" and _has_pdl(device)
+
+
+@cache
+def _has_pdl(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def scratch(device: torch.device, stream: int, name: str, numel: int) -> Tensor:
+    """Return fp32 memory for what an operator's first kernel hands to its second: one for a stream, never freed.
+
+    So a captured step that ran once before allocates nothing, and its graph may be replayed for ever.
+    """
+    return torch.empty(numel, dtype=torch.float32, device=device)
