@@ -143,9 +143,9 @@ class LLM:
             RequestError: a prompt is empty, too long or has unknown ids; a token id in the parameters is unknown;
                 one prompt alone with n above 1.
         """
-        params = _checked_params(params)
-        batch, is_one = _as_batch(prompts)
-        sequences = self._sequences(batch, _one_choice(params) if is_one else params)
+        params = checked_params(params)
+        batch, is_one = as_batch(prompts)
+        sequences = self.sequences(batch, one_choice(params) if is_one else params)
         for start in range(0, len(sequences), MAX_ROWS):
             for _ in generate_tokens(self.model, sequences[start : start + MAX_ROWS]):
                 pass
@@ -158,7 +158,7 @@ class LLM:
         Raises:
             RequestError: as ``generate``, at once and not at the first piece.
         """
-        (sequence,) = self._sequences([prompt], _one_choice(_checked_params(params)))
+        (sequence,) = self.sequences([prompt], one_choice(checked_params(params)))
         return CompletionStream(self.model, sequence)
 
     @overload
@@ -207,7 +207,7 @@ class LLM:
         Raises:
             RequestError: a text is empty, longer than the context, or has unknown ids; its logits are not finite.
         """
-        batch, is_one = _as_batch(texts)
+        batch, is_one = as_batch(texts)
         prompts = [self._prompt_ids(text, self.config.max_position_embeddings) for text in batch]
         scores = [self._score(ids) for ids in prompts]
         return scores[0] if is_one else scores
@@ -229,8 +229,12 @@ class LLM:
         unknown = ~self.tokenizer.known_ids_mask(self.config.vocab_size)
         return unknown.nonzero()[:, 0].to(self.device) if bool(unknown.any()) else None
 
-    def _sequences(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[GeneratedSequence]:
-        """Check everything that the model decides about a request, and return its sequences."""
+    def sequences(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[GeneratedSequence]:
+        """Return a sequence for each choice of each prompt, not started, after all that the model decides is checked.
+
+        Raises:
+            RequestError: as ``generate``.
+        """
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             self._check_ids(name, ids)
         prompt_ids = [self._prompt_ids(prompt, self.config.max_position_embeddings - 1) for prompt in prompts]
@@ -318,7 +322,7 @@ class CompletionStream(Iterator[StreamPiece]):
         return self._sequence.completion()
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[Sequence[Prompt], bool]:
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[Sequence[Prompt], bool]:
     """Return prompts as a list, and whether it was one alone: a text, or a list of numbers."""
     if not _is_list(prompts) or isinstance(prompts, str) or len(prompts) == 0 or isinstance(prompts[0], Integral):
         return [cast("Prompt", prompts)], True
@@ -329,7 +333,12 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence | np.ndarray | Tensor) and not isinstance(value, bytes | bytearray | memoryview)
 
 
-def _checked_params(params: SamplingParams | None) -> SamplingParams:
+def checked_params(params: SamplingParams | None) -> SamplingParams:
+    """Return the parameters, or their defaults for None.
+
+    Raises:
+        RequestError: they are of another type.
+    """
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -339,7 +348,12 @@ def _checked_params(params: SamplingParams | None) -> SamplingParams:
     return params
 
 
-def _one_choice(params: SamplingParams) -> SamplingParams:
+def one_choice(params: SamplingParams) -> SamplingParams:
+    """Return the parameters, of one choice.
+
+    Raises:
+        RequestError: they ask for several.
+    """
     if params.n > 1:
         raise RequestError(f"got n={params.n} for one prompt; need n=1; pass [prompt] to get a list of completions")
     return params

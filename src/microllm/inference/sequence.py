@@ -51,6 +51,11 @@ class GeneratedSequence:
         self._first: float | None = None
         self._ended = self._submitted
 
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Return the tokens chosen so far; a view, not to be changed."""
+        return self._token_ids
+
     def start(self) -> None:
         """Note that the prompt's forward pass begins."""
         self._started = time.perf_counter()
