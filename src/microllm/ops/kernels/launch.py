@@ -25,7 +25,8 @@ class Kernel(NamedTuple):
 class Compiled(NamedTuple):
     """A case that a kernel is compiled for ahead of time, on every target, with pointers aligned to 16 bytes.
 
-    ``signature``: arguments known at launch only, with their Triton types ("*bf16", "*fp32", "i32", "fp32").
+    ``signature``: arguments known at launch only, with their Triton types ("*bf16", "*fp32", "i32", "fp32"); "i32:16"
+    is known to be a multiple of 16, as Triton finds strides to be when it launches.
     ``constexprs``: all others: sizes, blocks, flags, and pointers that are absent (None). A case with PDL=True is
     compiled with False for a target that has no such launches.
     ``uses``: what the target must have, or the compiler must have used: "pdl", "wgmma", "fp8".
@@ -37,6 +38,13 @@ class Compiled(NamedTuple):
     num_warps: int = 4
     num_stages: int = 1
     uses: tuple[str, ...] = ()
+
+
+def row_stride(x: Tensor | None) -> int:
+    """Return how far apart the rows of x lie, its leading axes being one; 0 where there is no x."""
+    if x is None:
+        return 0
+    return x.shape[-1] if x.is_contiguous() else x.stride(-2)
 
 
 _overlapped: ContextVar[bool] = ContextVar("overlapped", default=False)
@@ -63,6 +71,11 @@ def pdl(device: torch.device) -> bool:
 @cache
 def _has_pdl(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def stream_of(x: Tensor) -> int:
+    """Return the number of the stream that kernels on x's device are launched on."""
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 
 @cache
