@@ -1,6 +1,6 @@
 """Record how well this machine can time: A/A sessions that must keep nothing, and planted slowdowns to be found.
 
-    python tools/calibrate_timing.py --device cpu                               25 minutes
+    python tools/calibrate_timing.py --device cpu --share                       8 minutes
     python tools/calibrate_timing.py --device cuda --runs 3 --share --pairs 4   5 minutes
 
 By default ten A/A sessions and five planted ones. A session is 6 fresh processes (12 where 6 leave it open); the
@@ -26,7 +26,7 @@ from microllm.evidence.calibration import Calibration, process_sd, write_calibra
 from microllm.evidence.environment import capture_environment
 from microllm.evidence.preflight import check_machine
 from microllm.evidence.replicates import run_replicate
-from microllm.evidence.timing import QUICK, Action, TimingConfig, time_pairs
+from microllm.evidence.timing import FULL, QUICK, Action, TimingConfig, time_pairs
 from microllm.evidence.verdict import MAX_PROCESS_SD, Measured, Verdict, judge
 
 UNITS = 100
@@ -60,11 +60,16 @@ def build(device: str) -> Callable[[int], Action]:
     return arm
 
 
+def full(device: str) -> TimingConfig:
+    """Return how a timing that may decide is made on ``device``."""
+    return FULL[torch.device(device).type]
+
+
 def work_in_process(options: argparse.Namespace) -> None:
     """Time one pair of arms for each kind in ``options.worker`` and print the medians as JSON."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    config = QUICK if options.quick else TimingConfig(pairs=options.pairs, round_s=options.round_s)
+    config = QUICK if options.quick else replace(full(options.device), pairs=options.pairs, round_s=options.round_s)
     config = replace(config, control_pairs=0)  # the sessions are the control
     arm = build(options.device)
     found = []
@@ -118,8 +123,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=10, help="A/A sessions")
     parser.add_argument("--planted", type=int, default=5, help="sessions with one product in 100 more")
     parser.add_argument("--processes", type=int, default=6)
-    parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--round-s", type=float, default=0.5)
+    parser.add_argument("--pairs", type=int, help="of rounds in a process (default: the lab's for this device)")
+    parser.add_argument("--round-s", type=float)
     parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU; 0 leaves its own choice")
     parser.add_argument("--wait-s", type=float, default=60.0, help="wait this long for a quiet machine")
     parser.add_argument("--share", action="store_true")
@@ -127,6 +132,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("lab/calibrations.jsonl"))
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.pairs = options.pairs or full(options.device).pairs
+    options.round_s = options.round_s or full(options.device).round_s
     if options.worker:
         work_in_process(options)
         return 0

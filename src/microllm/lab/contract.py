@@ -20,7 +20,7 @@ from microllm.errors import EvidenceError
 from microllm.evidence.gates import BANDS, JUDGED, Kind, Metrics
 from microllm.evidence.journal import canonical_json, sha256_hex
 from microllm.evidence.tensor_statistics import Record
-from microllm.evidence.timing import FULL_ROUND_S, QUICK, TimingConfig
+from microllm.evidence.timing import MIN_ROUND_S, QUICK, TimingConfig
 from microllm.evidence.verdict import Rule
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=10)]
@@ -99,7 +99,8 @@ class Contract(Record):
     memory_limit: Annotated[float, Field(ge=1.01)] = 1.01
     memory_trade: str = ""
     pairs: int = 8
-    round_s: Annotated[float, Field(ge=FULL_ROUND_S)] = FULL_ROUND_S
+    control_pairs: int = 4
+    round_s: Annotated[float, Field(ge=MIN_ROUND_S)] = 0.5
     num_threads: Annotated[int, Field(ge=1)] | None = None
     score_targets: tuple[str, ...] = ()
 
@@ -131,7 +132,9 @@ class Contract(Record):
 
     def timing(self, seed: int, *, quick: bool) -> TimingConfig:
         """Return how each process times."""
-        return replace(QUICK, seed=seed) if quick else TimingConfig(pairs=self.pairs, round_s=self.round_s, seed=seed)
+        if quick:
+            return replace(QUICK, seed=seed)
+        return TimingConfig(pairs=self.pairs, control_pairs=self.control_pairs, round_s=self.round_s, seed=seed)
 
     def case(self, workload: Workload, seed: int) -> Case:
         """Return what the entry points are given for a workload."""

@@ -26,6 +26,7 @@ from microllm.evidence.journal import exclusive, write_atomic
 from microllm.evidence.receipt import append_receipt, now_utc
 from microllm.evidence.replicates import Replicate, run_replicate
 from microllm.evidence.rows import latest_rows, read_rows
+from microllm.evidence.timing import FULL
 from microllm.evidence.verdict import CONFIRMATION_GAP_S
 from microllm.lab.contract import Contract, read_contract
 from microllm.lab.judgement import Judgement, judge_experiment, judge_sessions
@@ -137,10 +138,12 @@ def new_experiment(config: NewConfig) -> Path:
         "device_name": read_device_name(config.device), "dtype": config.dtype, "models": config.models,
         "workloads": [name for name, _ in workloads], "peers": dict(map(_pair, config.peers)),
     }  # fmt: skip
+    timing = FULL["cuda" if config.device.startswith("cuda") else "cpu"]
     given = {name: value for name, value in asdict(config).items() if name in Contract.model_fields} | {
         "id": f"{number:03d}-{slug}", "created": now_utc(), "commit": read_commit(config.root)[0], "track": track,
         "workloads": [{"name": name, "arguments": arguments} for name, arguments in workloads],
-        "floors": dict(map(_pair, config.floors)),
+        "floors": dict(map(_pair, config.floors)), "pairs": timing.pairs, "control_pairs": timing.control_pairs,
+        "round_s": timing.round_s,
     }  # fmt: skip
     try:
         contract = Contract.model_validate(given)
