@@ -1,7 +1,7 @@
 # Run from a fresh clone: each target makes the virtual environment it needs.
 #
 #     make demo          install, fetch the demo model, answer a question, compare with transformers
-#     make test          the tests, in one process (minutes; none that needs a GPU)
+#     make test          the tests: the kernels interpreted, then everything (minutes; none that needs a GPU)
 #     make check         format, lint, types, and the rules of the house
 #     make test-slow     the tests that take minutes each
 #     make clean         remove what the other targets made
@@ -22,6 +22,8 @@ READY := $(STAMP)
 endif
 
 PIP := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+# A CUDA build of torch brings a triton of its own. With another one, the version that the GPU's rows are measured with.
+TRITON := triton==3.6.0; platform_system == "Linux" and platform_machine == "x86_64"
 PYTEST := $(PY) -m pytest
 ARCHITECTURE := tests/test_architecture.py
 
@@ -40,10 +42,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools
 	$(PIP) torch
+	$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(PIP) '$(TRITON)'
 	$(PIP) --no-build-isolation --editable '.[hf,plot,dev]'
 	touch $@
 
 test: $(READY)
+	TRITON_INTERPRET=1 $(PYTEST) -m "interpreter and not gpu" tests/ops
 	$(PYTEST)
 
 test-slow: $(READY)

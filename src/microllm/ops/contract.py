@@ -30,6 +30,7 @@ Sink: TypeAlias = dict[str, Tensor] | None
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP32, INT64 = (torch.float32,), (torch.int64,)
 REFERENCE: Mapping[str, tuple[Level, ...]] = {"cpu": ("reference",), "cuda": ("reference",)}
+TRITON: Mapping[str, tuple[Level, ...]] = {"cpu": ("reference",), "cuda": ("triton", "reference")}
 VENDOR: Mapping[str, tuple[Level, ...]] = {"cpu": ("vendor", "reference"), "cuda": ("vendor", "reference")}
 VENDOR_ON_CPU: Mapping[str, tuple[Level, ...]] = {"cpu": ("vendor", "reference"), "cuda": ("reference",)}
 

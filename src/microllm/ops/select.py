@@ -118,7 +118,8 @@ def run(contract: Contract, values: Sequence[Any], *, out: Outs = None, sink: Si
         counts[Ran(contract.name, choice.level, choice.reason)] += 1
     more: dict[str, Any] = {} if sink is None else {"sink": sink}
     if choice.level == "triton":
-        return _kernel(contract.name).run(*values, out=out, **more)
+        with torch.cuda.device_of(first_tensor(values)):  # triton launches on the current device
+            return _kernel(contract.name).run(*values, out=out, **more)
     if choice.level == "vendor":
         assert contract.vendor is not None, f"{contract.name} lists a vendor level and has none"
         if out is not None and contract.vendor_takes_out:
