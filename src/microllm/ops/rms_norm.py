@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import Arg, Contract, Out, Outs, Rule, cases, near_one, numel, rounded
+from microllm.ops.contract import TRITON, Arg, Contract, Out, Outs, Rule, cases, near_one, numel, rounded
 from microllm.ops.operator import Operator, saving
 
 
@@ -74,7 +74,7 @@ _SIZES = cases("...3 D64", "...2,5 D577", "... D1", "...0 D8")
 RMS_NORM = Operator(Contract(
     name="rms_norm", args=(Arg("x", "...D"), Arg("w", "D", near_one)), results=(Arg("y", "...D"),),
     scalars={"eps": 1e-5}, rules=(EPS,), reference=norm_reference, autograd=(_backward, saving(0, 1)), sizes=_SIZES,
-    forward=rounded(1e-6, 2e-6, times=2), backward=rounded(1e-5, 1e-4, times=2),
+    forward=rounded(1e-6, 2e-6, times=2), backward=rounded(1e-5, 1e-4, times=2), levels=TRITON, invariant=("triton",),
     num_flops=lambda s: 4 * numel(s, "...D"),
 ))  # fmt: skip
 
@@ -82,12 +82,13 @@ ADD_RMS_NORM = Operator(Contract(
     name="add_rms_norm", args=(Arg("x", "...D"), Arg("residual", "...D"), Arg("w", "D", near_one)),
     results=(Arg("sum", "...D"), Arg("y", "...D")), scalars={"eps": 1e-5}, rules=(EPS,), reference=_add_reference,
     autograd=(_add_backward, saving(2, outputs=(0,))), sizes=_SIZES, forward=rounded(1e-6, 2e-6, times=3),
-    backward=rounded(1e-5, 1e-4, times=3, wide=3e-2), num_flops=lambda s: 5 * numel(s, "...D"),
+    backward=rounded(1e-5, 1e-4, times=3, wide=3e-2), levels=TRITON, invariant=("triton",),
+    num_flops=lambda s: 5 * numel(s, "...D"),
 ))  # fmt: skip
 
 RMS_NORM_BACKWARD = Operator(Contract(
     name="rms_norm_backward",
     args=(Arg("dy", "...D"), Arg("x", "...D"), Arg("w", "D", near_one), Arg("addend", "...D", optional=True)),
     results=(Arg("dx", "...D"), Arg("dw", "D")), scalars={"eps": 1e-5}, rules=(EPS,), reference=_backward_reference,
-    sizes=_SIZES, forward=rounded(1e-5, 1e-4), num_flops=lambda s: 9 * numel(s, "...D"),
+    levels=TRITON, sizes=_SIZES, forward=rounded(1e-5, 1e-4), num_flops=lambda s: 9 * numel(s, "...D"),
 ))  # fmt: skip

@@ -11,12 +11,19 @@ among its levels has an entry here, and an entry here has such a row.
 
 from __future__ import annotations
 
+from microllm.ops.kernels import rms_norm
 from microllm.ops.kernels.launch import Compiled, Kernel
 
-KERNELS: dict[str, Kernel] = {}
-"""Every kernel by its operator's name: ``"rms_norm": Kernel(rms_norm.run, rms_norm.suits)``."""
+KERNELS: dict[str, Kernel] = {
+    "rms_norm": Kernel(rms_norm.run, rms_norm.suits),
+    "add_rms_norm": Kernel(rms_norm.run_add, rms_norm.suits),
+    "rms_norm_backward": Kernel(rms_norm.run_backward, rms_norm.suits_backward),
+}
+"""Every kernel by its operator's name."""
 
-COMPILED: dict[str, tuple[Compiled, ...]] = {}
-"""What is compiled ahead of time, by file: ``"rms_norm": rms_norm.COMPILED``."""
+COMPILED: dict[str, tuple[Compiled, ...]] = {
+    "rms_norm": rms_norm.COMPILED,
+}
+"""What is compiled ahead of time, by file."""
 
 __all__ = ["COMPILED", "KERNELS", "Compiled", "Kernel"]

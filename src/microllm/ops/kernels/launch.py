@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from microllm.ops.target import target_of
+
 
 class Kernel(NamedTuple):
     """An operator's kernel: how to run it, and whether it suits a call."""
@@ -38,6 +40,7 @@ class Compiled(NamedTuple):
     num_warps: int = 4
     num_stages: int = 1
     uses: tuple[str, ...] = ()
+    fusion: bool = True  # False: no product is fused with a sum but by tl.fma (Triton's enable_fp_fusion)
 
 
 def row_stride(x: Tensor | None) -> int:
@@ -65,12 +68,7 @@ def overlapped() -> Iterator[None]:
 
 def pdl(device: torch.device) -> bool:
     """Say whether a kernel launched now on ``device`` takes part in overlapped launches."""
-    return _overlapped.get() and device.type == "cuda" and _has_pdl(device)
-
-
-@cache
-def _has_pdl(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return _overlapped.get() and target_of(device).pdl
 
 
 def stream_of(x: Tensor) -> int:
