@@ -18,6 +18,7 @@ from torch import Tensor
 from microllm.ops.contract import (
     FP32,
     INT64,
+    TRITON,
     Arg,
     Contract,
     Outs,
@@ -133,7 +134,7 @@ _SIZES = cases("B2 T7 H6 G2 D64 P32", "B1 T1 H1 G1 D2 P1", "B1 T0 H2 G1 D4 P2", 
 ROPE = Operator(Contract(
     name="rope", args=(*_HEADS, *_ANGLES), results=_TURNED, scalars={"interleaved": False, "inverse": False},
     rules=_RULES, reference=_reference, autograd=(_backward, saving(2, 3, 4)), sizes=_SIZES,
-    forward=rounded(2e-5, 2e-5), backward=rounded(3e-5, 3e-5),
+    forward=rounded(2e-5, 2e-5), backward=rounded(3e-5, 3e-5), levels=TRITON, invariant=("triton",),
     num_flops=lambda s: 3 * (numel(s, "BTHD") + numel(s, "BTGD")),
 ))  # fmt: skip
 
@@ -142,6 +143,6 @@ QK_NORM_ROPE = Operator(Contract(
     results=_TURNED, scalars={"eps": 1e-6, "interleaved": False},
     rules=(*_RULES, Rule("eps above 0", lambda *v: 0 < v[-2] < math.inf, ({"eps": 0.0}, {"eps": math.nan}))),
     reference=_norm_rope_reference, autograd=recomputed(_norm_rope_reference), sink=("q_normed", "k_normed"),
-    sizes=_SIZES, forward=rounded(3e-5, 3e-5, times=3, wide=2e-2),
+    levels=TRITON, invariant=("triton",), sizes=_SIZES, forward=rounded(3e-5, 3e-5, times=3, wide=2e-2),
     backward=rounded(1e-4, 1e-4, times=3, wide=6e-2), num_flops=lambda s: 7 * (numel(s, "BTHD") + numel(s, "BTGD")),
 ))  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import Arg, Contract, Out, cases, numel, rounded
+from microllm.ops.contract import TRITON, Arg, Contract, Out, cases, numel, rounded
 from microllm.ops.operator import Operator, saving
 
 
@@ -47,11 +47,11 @@ _SIZES = cases("...5 F129", "...2,3 F8", "... F1", "...0 F4")
 SWIGLU = Operator(Contract(
     name="swiglu", args=(Arg("gate", "...F"), Arg("up", "...F")), results=(Arg("y", "...F"),),
     reference=swiglu_reference, autograd=(_backward, saving(0, 1)), sizes=_SIZES, forward=rounded(2e-6, 2e-5),
-    backward=rounded(2e-5, 2e-5), num_flops=lambda s: 5 * numel(s, "...F"),
+    backward=rounded(2e-5, 2e-5), levels=TRITON, invariant=("triton",), num_flops=lambda s: 5 * numel(s, "...F"),
 ))  # fmt: skip
 
 SWIGLU_BACKWARD = Operator(Contract(
     name="swiglu_backward", args=(Arg("dy", "...F"), Arg("gate", "...F"), Arg("up", "...F")),
     results=(Arg("d_gate", "...F"), Arg("d_up", "...F")), reference=_backward_reference, sizes=_SIZES,
-    forward=rounded(2e-5, 2e-5), num_flops=lambda s: 12 * numel(s, "...F"),
+    levels=TRITON, invariant=("triton",), forward=rounded(2e-5, 2e-5), num_flops=lambda s: 12 * numel(s, "...F"),
 ))  # fmt: skip

@@ -11,18 +11,24 @@ among its levels has an entry here, and an entry here has such a row.
 
 from __future__ import annotations
 
-from microllm.ops.kernels import rms_norm
+from microllm.ops.kernels import rms_norm, rope, swiglu
 from microllm.ops.kernels.launch import Compiled, Kernel
 
 KERNELS: dict[str, Kernel] = {
     "rms_norm": Kernel(rms_norm.run, rms_norm.suits),
     "add_rms_norm": Kernel(rms_norm.run_add, rms_norm.suits),
     "rms_norm_backward": Kernel(rms_norm.run_backward, rms_norm.suits_backward),
+    "rope": Kernel(rope.run, rope.suits),
+    "qk_norm_rope": Kernel(rope.run_normed, rope.suits),
+    "swiglu": Kernel(swiglu.run, swiglu.suits),
+    "swiglu_backward": Kernel(swiglu.run_backward, swiglu.suits),
 }
 """Every kernel by its operator's name."""
 
 COMPILED: dict[str, tuple[Compiled, ...]] = {
     "rms_norm": rms_norm.COMPILED,
+    "rope": rope.COMPILED,
+    "swiglu": swiglu.COMPILED,
 }
 """What is compiled ahead of time, by file."""
 
