@@ -116,7 +116,7 @@ def _sizes(D: int, P: int) -> dict[str, int]:
     """Return a tile's padded pairs, padded rest, and rows."""
     pairs, rest = triton.next_power_of_2(P), D - 2 * P
     padded = triton.next_power_of_2(rest) if rest else 0
-    return {"PAIRS": pairs, "REST": padded, "ROWS": max(1, 2048 // (2 * pairs + padded))}
+    return {"PAIRS": pairs, "REST": padded, "ROWS": 2048 // triton.next_power_of_2(2 * pairs + padded)}
 
 
 def suits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *_: object) -> tuple[bool, str]:
