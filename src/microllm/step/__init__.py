@@ -1,5 +1,11 @@
-"""What a step is made of: caches, positions, page tables; shared by the engine and by structures."""
+"""What a step is made of: caches, pages, page tables, rows; shared by the engine and by structures."""
 
 from microllm.step.dense_cache import DenseCache
+from microllm.step.page_pool import PagePool, PageTables, PoolUse, count_pages, layer_dtypes, page_bytes
+from microllm.step.pages import PageAllocator
+from microllm.step.row_group import RowGroup, bucket
 
-__all__ = ["DenseCache"]
+__all__ = [
+    "DenseCache", "PageAllocator", "PagePool", "PageTables", "PoolUse", "RowGroup", "bucket", "count_pages",
+    "layer_dtypes", "page_bytes",
+]  # fmt: skip

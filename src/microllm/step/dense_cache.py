@@ -52,6 +52,11 @@ class DenseCache:
         """Return the bytes of both buffers: 2 * layers * rows * capacity * KV heads * head dim * itemsize."""
         return 2 * self._all_keys.numel() * self._all_keys.element_size()
 
+    @property
+    def num_filled(self) -> int:
+        """Return the tokens of the longest row."""
+        return self._filled
+
     def reserve(self, num_tokens: int) -> Tensor:
         """Return the positions of each row's next ``num_tokens`` tokens.
 
