@@ -2,11 +2,11 @@
 
 from microllm.config import ModelConfig, preset
 from microllm.errors import MicroLLMError
-from microllm.inference import LLM, Completion, CompletionStream, Score, load
+from microllm.inference import LLM, Completion, CompletionStream, Engine, EngineConfig, Score, load
 from microllm.model import Transformer
 from microllm.sampling import SamplingParams
 
 __all__ = [  # noqa: RUF022  (sorted by letter)
-    "Completion", "CompletionStream", "LLM", "load", "MicroLLMError", "ModelConfig", "preset", "SamplingParams",
-    "Score", "Transformer",
+    "Completion", "CompletionStream", "Engine", "EngineConfig", "LLM", "load", "MicroLLMError", "ModelConfig", "preset",
+    "SamplingParams", "Score", "Transformer",
 ]  # fmt: skip

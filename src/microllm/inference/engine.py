@@ -1,0 +1,229 @@
+"""The engine: requests come and go, one step at a time runs what the scheduler picks.
+
+Place: what serves many requests at once; ``LLM`` makes its sequences, ``scheduler.py`` decides, ``runner.py`` computes.
+A life of a request, in order: ``Engine.add``, ``Scheduler.submit``, ``Scheduler.plan``, ``ModelRunner.run``,
+``accept_tokens``, ``Scheduler.advance``, ``Scheduler.remove``, ``Request.completion``. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import overload
+
+from microllm.errors import RequestError
+from microllm.inference.completion import Completion, StreamPiece
+from microllm.inference.engine_config import EngineConfig
+from microllm.inference.llm import LLM, Prompt, as_batch, checked_params, one_choice
+from microllm.inference.request import Request
+from microllm.inference.runner import ModelRunner
+from microllm.inference.scheduler import Scheduler
+from microllm.inference.sequence import GeneratedSequence
+from microllm.inference.verify import accept_tokens
+from microllm.sampling import SamplingParams
+from microllm.sampling.draft import NgramDraft
+from microllm.step import PageAllocator, PagePool, PoolUse, count_pages, layer_dtypes, page_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """What an engine is doing and has done since it was made.
+
+    Numbers: prefix tokens were found in the pool and not computed; accepted drafts are those that the model chose too
+    """
+
+    num_steps: int
+    num_waiting: int
+    num_running: int
+    num_preemptions: int
+    num_prefix_tokens: int
+    num_drafts_proposed: int
+    num_drafts_accepted: int
+    num_cached_pages: int
+    kv: PoolUse
+
+
+class Engine:
+    """Serves many requests at once from one pool of key-value pages.
+
+    Threads may call at the same time: a step runs to its end, under ``lock``, before another call goes on.
+    """
+
+    def __init__(self, llm: LLM, config: EngineConfig | None = None) -> None:
+        self.llm, self.config = llm, config or EngineConfig()
+        config = self.config
+        context = min(config.max_context or llm.config.max_position_embeddings, llm.config.max_position_embeddings)
+        dtypes = layer_dtypes(llm.config, config.kv_dtype, llm.dtype)
+        num_pages = count_pages(
+            page_bytes(llm.config, config.page_tokens, dtypes), limit_bytes=config.kv_bytes, device=llm.device,
+            wanted=config.num_rows * -(-context // config.page_tokens),
+        )  # fmt: skip
+        self.pool = PagePool(llm.config, num_pages, page_tokens=config.page_tokens, dtypes=dtypes, device=llm.device)
+        deterministic = llm.device.type == "cpu" if config.deterministic is None else config.deterministic
+        self._runner = ModelRunner(
+            llm.model, self.pool, num_slots=config.num_rows, context=context, deterministic=deterministic,
+            max_drafts=config.speculate,
+        )  # fmt: skip
+        self.scheduler = Scheduler(PageAllocator(num_pages), config, same_bits=self._runner.same_bits)
+        self.context = context
+        self.lock = threading.RLock()
+        self._num_requests = self._num_steps = 0
+
+    def add(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b"") -> list[Request]:
+        """Queue a prompt; return its requests, one for each of its ``n`` choices.
+
+        Prompts of different ``salt`` share no pages.
+
+        Raises:
+            RequestError: as ``LLM.generate``, or the request could grow larger than the pool.
+        """
+        return self._submit([prompt], checked_params(params), salt)
+
+    def step(self) -> list[Request]:
+        """Run one step; return the requests that got a token or ended in it, none when there is nothing to do."""
+        with self.lock:
+            chunks = self.scheduler.plan()
+            if not chunks:
+                return []
+            for chunk in chunks:
+                if chunk.start == chunk.request.cached_prefix_tokens and not chunk.request.preemptions:
+                    chunk.request.sequence.start()
+            touched = [chunk.request for chunk in chunks if chunk.reaches_end]
+            logits, firsts = self._runner.run(chunks)
+            num_kept = accept_tokens(chunks, logits, firsts, row_by_row=self._runner.same_bits)
+            self._num_steps += 1
+            for chunk, kept in zip(chunks, num_kept, strict=True):
+                self.scheduler.advance(chunk, kept)
+                if chunk.request.finish_reason is not None:
+                    self._end(chunk.request)
+            return touched
+
+    def cancel(self, request: Request) -> None:
+        """End a request as "cancelled" and free its pages at once; an ended one is left as it is."""
+        with self.lock:
+            request.sequence.finish("cancelled")
+            self._end(request)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b"") -> RequestStream:
+        """Return an iterator over one prompt's completion; reading it runs steps for all; closing it cancels.
+
+        Raises:
+            RequestError: as ``add``, at once and not at the first piece.
+        """
+        (request,) = self._submit([prompt], one_choice(checked_params(params)), salt)
+        return RequestStream(self, request)
+
+    @overload
+    def generate(self, prompts: Prompt, params: SamplingParams | None = None) -> Completion: ...  # pyright: ignore[reportOverlappingOverload]
+    @overload
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Completion]: ...
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> Completion | list[Completion]:
+        """Return the completion of one prompt, or a list for a list, prompt by prompt, each with its ``n`` choices.
+
+        Raises:
+            RequestError: as ``add``; then none of the prompts has run.
+        """
+        params = checked_params(params)
+        batch, is_one = as_batch(prompts)
+        requests = self._submit(batch, one_choice(params) if is_one else params, b"")
+        try:
+            while any(request.finish_reason is None for request in requests):
+                self.step()
+        finally:
+            for request in requests:
+                self.cancel(request)
+        return requests[0].completion if is_one else [request.completion for request in requests]
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether any request waits or runs."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def report(self) -> EngineReport:
+        """Return the counters and where the pool's bytes are."""
+        with self.lock:
+            scheduler, allocator = self.scheduler, self.scheduler.allocator
+            idle = sum(len(r.pages) * self.config.page_tokens - r.num_computed for r in scheduler.running)
+            return EngineReport(
+                num_steps=self._num_steps, num_waiting=len(scheduler.waiting), num_running=len(scheduler.running),
+                num_preemptions=scheduler.num_preemptions, num_prefix_tokens=scheduler.num_prefix_tokens,
+                num_drafts_proposed=scheduler.num_drafts_proposed, num_drafts_accepted=scheduler.num_drafts_accepted,
+                num_cached_pages=allocator.num_cached, kv=self.pool.use(allocator.num_held, idle),
+            )  # fmt: skip
+
+    def _submit(self, prompts: Sequence[Prompt], params: SamplingParams, salt: bytes) -> list[Request]:
+        """Check all prompts, then queue all of them."""
+        sequences = self.llm.sequences(prompts, params)
+        with self.lock:
+            requests = []
+            for sequence in sequences:
+                self._fit(sequence)
+                draft = NgramDraft(self.config.speculate) if self.config.speculate else None
+                requests.append(Request(self._num_requests + len(requests), sequence, salt=salt, draft=draft))
+                self.scheduler.check(requests[-1])
+            for request in requests:
+                request.submitted_step = self._num_steps
+                self.scheduler.submit(request)
+            self._num_requests += len(requests)
+            return requests
+
+    def _fit(self, sequence: GeneratedSequence) -> None:
+        """Let the engine's own context end a sequence, where that is shorter than the model's."""
+        room = self.context - len(sequence.prompt_ids)
+        if room < 1:
+            raise RequestError(
+                f"got a prompt of {len(sequence.prompt_ids)} tokens; need at most {self.context - 1} "
+                f"(the engine's max_context is {self.context}); shorten it or raise max_context"
+            )
+        sequence.max_new_tokens = min(sequence.max_new_tokens, room)
+
+    def _end(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        if request.finished_step is None:
+            request.finished_step = self._num_steps
+
+
+class RequestStream(Iterator[StreamPiece]):
+    """The pieces of one request, as they come; a context manager that cancels what is left."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self.request = engine, request
+        self._is_done = False
+
+    def __next__(self) -> StreamPiece:
+        while not self._is_done:
+            with self._engine.lock:
+                piece = self.request.sequence.piece()
+                self._is_done = piece.finish_reason is not None
+                if piece.token_ids or piece.text or self._is_done:
+                    return piece
+                self._engine.step()
+        raise StopIteration
+
+    def __enter__(self) -> RequestStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the request as "cancelled" if it still runs; its pages are free at once. May be called again."""
+        self._engine.cancel(self.request)
+        self._is_done = True
+
+    @property
+    def completion(self) -> Completion:
+        """Return the completion, once the stream has ended or been closed.
+
+        Raises:
+            RequestError: it still runs.
+        """
+        if self.request.finish_reason is None:
+            raise RequestError("got a stream that still runs; need its end; read on, or close() it")
+        return self.request.completion
