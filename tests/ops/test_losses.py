@@ -18,6 +18,7 @@ def head(n=17, d=16, v=50, dtype=torch.float32):
     return torch.randn(n, d).to(dtype).requires_grad_(), torch.randn(v, d).to(dtype).requires_grad_(), targets
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_both_losses_agree_with_torch_in_value_and_gradient(reduction):
     h, w, targets = head()
@@ -38,6 +39,7 @@ def test_both_losses_agree_with_torch_in_value_and_gradient(reduction):
     torch.testing.assert_close(plain.double(), want, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.interpreter
 def test_tokens_that_do_not_count_leave_exact_zeros_even_where_logits_are_not_finite():
     h, w, targets = head()
     with torch.no_grad():
@@ -52,6 +54,7 @@ def test_tokens_that_do_not_count_leave_exact_zeros_even_where_logits_are_not_fi
     assert dw.shape == w.shape
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_window_without_a_label_is_zero_and_has_no_mean(reduction):
     h, w, targets = head()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import FP32, INT64, Arg, Contract, Outs, Rule, Sizes, between, cases, flat, in_range, rounded
+from microllm.ops.contract import FP32, INT64, TRITON, Arg, Contract, Outs, Rule, Sizes, between, cases, flat, in_range, rounded
 from microllm.ops.operator import Operator, saving
 
 Reduction = Literal["none", "sum", "mean"]
@@ -105,13 +105,13 @@ CROSS_ENTROPY = Operator(Contract(
     scalars={"ignore_index": IGNORE, "need_valid": False}, rules=label_rules(1, lambda logits, *_: logits.shape[1]),
     reference=lambda logits, targets, ignore_index, need_valid: token_losses(logits, targets, ignore_index),
     autograd=(_backward, saving(0, 1, outputs=(1,), constant=True)), sizes=_SIZES, forward=flat(2e-5, 2e-5),
-    backward=rounded(3e-5, 3e-5), num_flops=lambda s: 4 * s["N"] * s["V"],
+    backward=rounded(3e-5, 3e-5), levels=TRITON, invariant=("triton",), num_flops=lambda s: 4 * s["N"] * s["V"],
 ))  # fmt: skip
 
 CROSS_ENTROPY_BACKWARD = Operator(Contract(
     name="cross_entropy_backward", args=(Arg("grad", "N", dtypes=FP32), Arg("logits", "NV"), TARGETS, _LSE),
     results=(Arg("d_logits", "NV"),), scalars={"ignore_index": IGNORE}, reference=_backward_reference, sizes=_SIZES,
-    forward=rounded(3e-5, 3e-5), num_flops=lambda s: 4 * s["N"] * s["V"],
+    levels=TRITON, invariant=("triton",), forward=rounded(3e-5, 3e-5), num_flops=lambda s: 4 * s["N"] * s["V"],
 ))  # fmt: skip
 
 

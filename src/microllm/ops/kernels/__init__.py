@@ -11,7 +11,7 @@ among its levels has an entry here, and an entry here has such a row.
 
 from __future__ import annotations
 
-from microllm.ops.kernels import rms_norm, rope, swiglu
+from microllm.ops.kernels import cross_entropy, rms_norm, rope, swiglu
 from microllm.ops.kernels.launch import Compiled, Kernel
 
 KERNELS: dict[str, Kernel] = {
@@ -22,6 +22,8 @@ KERNELS: dict[str, Kernel] = {
     "qk_norm_rope": Kernel(rope.run_normed, rope.suits),
     "swiglu": Kernel(swiglu.run, swiglu.suits),
     "swiglu_backward": Kernel(swiglu.run_backward, swiglu.suits),
+    "cross_entropy": Kernel(cross_entropy.run, cross_entropy.suits),
+    "cross_entropy_backward": Kernel(cross_entropy.run_backward, cross_entropy.suits_backward),
 }
 """Every kernel by its operator's name."""
 
@@ -29,6 +31,7 @@ COMPILED: dict[str, tuple[Compiled, ...]] = {
     "rms_norm": rms_norm.COMPILED,
     "rope": rope.COMPILED,
     "swiglu": swiglu.COMPILED,
+    "cross_entropy": cross_entropy.COMPILED,
 }
 """What is compiled ahead of time, by file."""
 
