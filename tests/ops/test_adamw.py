@@ -61,6 +61,7 @@ def test_bf16_moments_are_rounded_once_a_step_and_the_parameter_sees_them_unroun
     assert all(torch.equal(p, e) for p, e in zip(params, exact, strict=True))
 
 
+@pytest.mark.interpreter
 def test_random_rounding_repeats_by_its_seed_and_is_even_on_average():
     def moment(seed, step=1):
         p, g = [torch.zeros(20_000)], [torch.full((20_000,), 1.0 + 2**-9)]

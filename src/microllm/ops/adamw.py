@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import FP32, VENDOR, Arg, Contract, Draw, Rule, Sizes, Tolerance
+from microllm.ops.contract import FP32, Arg, Contract, Draw, Rule, Sizes, Tolerance
 from microllm.ops.operator import Operator
 from microllm.ops.sample import philox
 
@@ -108,6 +108,7 @@ ADAMW = Operator(Contract(
         Arg("exp_avg_sqs", "", _draw(positive=True), _MOMENT, mutated=True, many=True),
     ),
     scalars={"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3, "seed": -1},
-    rules=_RULES, reference=_reference, vendor=_vendor, vendor_suits=_vendor_suits, levels=VENDOR, sizes=({},),
+    rules=_RULES, reference=_reference, vendor=_vendor, vendor_suits=_vendor_suits, sizes=({},),
+    levels={"cpu": ("vendor", "reference"), "cuda": ("triton", "vendor", "reference")},
     forward={torch.float32: Tolerance(1e-6, 1e-6)}, traffic=lambda s, item: 28 * 237, num_flops=lambda s: 14 * 237,
 ))  # fmt: skip

@@ -11,7 +11,7 @@ among its levels has an entry here, and an entry here has such a row.
 
 from __future__ import annotations
 
-from microllm.ops.kernels import cross_entropy, rms_norm, rope, swiglu
+from microllm.ops.kernels import adamw, cross_entropy, rms_norm, rope, swiglu
 from microllm.ops.kernels.launch import Compiled, Kernel
 
 KERNELS: dict[str, Kernel] = {
@@ -24,6 +24,7 @@ KERNELS: dict[str, Kernel] = {
     "swiglu_backward": Kernel(swiglu.run_backward, swiglu.suits),
     "cross_entropy": Kernel(cross_entropy.run, cross_entropy.suits),
     "cross_entropy_backward": Kernel(cross_entropy.run_backward, cross_entropy.suits_backward),
+    "adamw": Kernel(adamw.run, adamw.suits),
 }
 """Every kernel by its operator's name."""
 
@@ -32,6 +33,7 @@ COMPILED: dict[str, tuple[Compiled, ...]] = {
     "rope": rope.COMPILED,
     "swiglu": swiglu.COMPILED,
     "cross_entropy": cross_entropy.COMPILED,
+    "adamw": adamw.COMPILED,
 }
 """What is compiled ahead of time, by file."""
 
