@@ -9,13 +9,16 @@ from microllm import ops
 from microllm.errors import OperatorError
 
 ONE = torch.ones(1, 1)
+interpreted_too = pytest.mark.interpreter
 
 
+@interpreted_too
 def test_int8_rounds_ties_to_even_saturates_and_takes_nan_for_zero():
     x = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.5, 1e9, -1e9, float("inf"), float("nan")]])
     assert ops.quantise_int8(x, ONE).tolist() == [[0, 2, 2, 0, -2, 126, 127, 127, -127, 127, 0]]
 
 
+@interpreted_too
 def test_int4_rounds_ties_to_even_saturates_and_takes_nan_for_zero():
     x = torch.zeros(1, 32)
     x[0, :8] = torch.tensor([0.5, 1.5, 2.5, 14.5, 15.5, -3.0, 99.0, float("nan")])
@@ -23,6 +26,7 @@ def test_int4_rounds_ties_to_even_saturates_and_takes_nan_for_zero():
     assert ops.dequantise_int4(codes, ONE, torch.zeros(1, 1))[0, :8].tolist() == [0, 2, 2, 14, 15, 0, 15, 0]
 
 
+@interpreted_too
 @pytest.mark.parametrize(
     ("dtype", "fnuz", "largest"), [(torch.float8_e4m3fn, False, 448), (torch.float8_e4m3fnuz, True, 240)]
 )
@@ -40,6 +44,7 @@ def test_every_fp8_code_comes_back_and_what_is_larger_saturates(dtype, fnuz, lar
     assert between.float().tolist() == [[16, 20]]
 
 
+@interpreted_too
 def test_int4_bytes_are_those_of_gguf():
     """A Q4_1 block: scale and minimum in fp16, then 16 bytes."""
     blocks = np.random.default_rng(0).integers(0, 256, (5, 4, 20), dtype=np.uint8)
@@ -51,6 +56,7 @@ def test_int4_bytes_are_those_of_gguf():
     assert torch.equal(ops.dequantise_int4(codes, scale.contiguous(), minimum.contiguous()), torch.from_numpy(want))
 
 
+@interpreted_too
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_the_error_of_int4_is_at_most_half_a_step(group):
     x = torch.randn(6, 128)

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import EXACT, FLOATS, Arg, Contract, Out, Rule, Sizes, between, cases, rounded
+from microllm.ops.contract import EXACT, FLOATS, TRITON, Arg, Contract, Out, Rule, Sizes, between, cases, rounded
 from microllm.ops.operator import Operator
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -162,7 +162,7 @@ def _flops(s: Sizes) -> int:
 def _quantiser(name: str, reference: Callable[..., Tensor], dtype: torch.dtype) -> Operator:
     return Operator(Contract(
         name=name, args=(_X, SCALE), results=(Arg("codes", "NK", dtypes=(dtype,)),), rules=scale_rules(0),
-        reference=reference, sizes=_SIZES, forward=EXACT, num_flops=_flops,
+        reference=reference, levels=TRITON, invariant=("triton",), sizes=_SIZES, forward=EXACT, num_flops=_flops,
     ))  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def _dequantiser(name: str, codes: Arg, scale: Arg) -> Operator:
     return Operator(Contract(
         name=name, args=(codes, replace(scale, dtypes=())), results=(Arg("x", "NK"),), rules=scale_rules(0),
         reference=lambda codes, scale: scaled(codes, scale).to(scale.dtype), sizes=_SIZES,
-        forward=rounded(1e-7, 1e-7), num_flops=_flops,
+        levels=TRITON, invariant=("triton",), forward=rounded(1e-7, 1e-7), num_flops=_flops,
     ))  # fmt: skip
 
 
@@ -182,12 +182,13 @@ DEQUANTISE_FP8 = _dequantiser("dequantise_fp8", FP8_CODES, SCALE)
 QUANTISE_INT4 = Operator(Contract(
     name="quantise_int4", args=(_X4, SCALE, MINIMUM), results=(Arg("codes", "NJ", dtypes=(torch.uint8,)),),
     rules=scale_rules(0, block=32), reference=_to_int4, sizes=_SIZES4, forward=EXACT, num_flops=_flops,
+    levels=TRITON, invariant=("triton",),
 ))  # fmt: skip
 DEQUANTISE_INT4 = Operator(Contract(
     name="dequantise_int4", args=(INT4, replace(SCALE, dtypes=()), replace(MINIMUM, dtypes=())),
     results=(Arg("x", "N 2J"),), rules=scale_rules(0, packed=2, block=32),
     reference=lambda codes, scale, minimum: scaled(unpacked(codes), scale, minimum).to(scale.dtype), sizes=_SIZES4,
-    forward=rounded(1e-6, 1e-6), num_flops=_flops,
+    levels=TRITON, invariant=("triton",), forward=rounded(1e-6, 1e-6), num_flops=_flops,
 ))  # fmt: skip
 
 QUANTISERS = (

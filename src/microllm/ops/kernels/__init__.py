@@ -11,7 +11,7 @@ among its levels has an entry here, and an entry here has such a row.
 
 from __future__ import annotations
 
-from microllm.ops.kernels import adamw, cross_entropy, rms_norm, rope, swiglu
+from microllm.ops.kernels import adamw, cross_entropy, quantise, rms_norm, rope, swiglu
 from microllm.ops.kernels.launch import Compiled, Kernel
 
 KERNELS: dict[str, Kernel] = {
@@ -25,6 +25,13 @@ KERNELS: dict[str, Kernel] = {
     "cross_entropy": Kernel(cross_entropy.run, cross_entropy.suits),
     "cross_entropy_backward": Kernel(cross_entropy.run_backward, cross_entropy.suits_backward),
     "adamw": Kernel(adamw.run, adamw.suits),
+    "quantise_int8": Kernel(quantise.run_to_int8, quantise.suits),
+    "quantise_fp8": Kernel(quantise.run_to_fp8, quantise.suits),
+    "quantise_fp8_fnuz": Kernel(quantise.run_to_fp8_fnuz, quantise.suits),
+    "quantise_int4": Kernel(quantise.run_to_int4, quantise.suits),
+    "dequantise_int8": Kernel(quantise.run_from_int8, quantise.suits),
+    "dequantise_fp8": Kernel(quantise.run_from_fp8, quantise.suits),
+    "dequantise_int4": Kernel(quantise.run_from_int4, quantise.suits),
 }
 """Every kernel by its operator's name."""
 
@@ -34,6 +41,7 @@ COMPILED: dict[str, tuple[Compiled, ...]] = {
     "swiglu": swiglu.COMPILED,
     "cross_entropy": cross_entropy.COMPILED,
     "adamw": adamw.COMPILED,
+    "quantise": quantise.COMPILED,
 }
 """What is compiled ahead of time, by file."""
 
