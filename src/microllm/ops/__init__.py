@@ -2,7 +2,7 @@
 
 Every operator is a function here and ``torch.ops.microllm.NAME``. ``CONTRACTS`` is the whole table;
 ``tests/ops/test_contracts.py`` drives every row of it. ``select`` says which level a call would take and why,
-``use`` forces one, ``ledger`` counts what ran.
+``use`` forces one, ``batch_invariant`` holds rows to bits of their own, ``ledger`` counts what ran.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from microllm.ops.quantise import (
 from microllm.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD, add_rms_norm, rms_norm
 from microllm.ops.rope import QK_NORM_ROPE, ROPE, qk_norm_rope, rope
 from microllm.ops.sample import PENALISE, SAMPLE, penalise, sample
-from microllm.ops.select import Choice, choose, ledger, use
+from microllm.ops.select import Choice, batch_invariant, choose, ledger, use
 from microllm.ops.swiglu import SWIGLU, SWIGLU_BACKWARD, swiglu
 
 _ROWS = (
@@ -61,7 +61,8 @@ def select(name: str, example: Mapping[str, Any]) -> Choice:
 
 __all__ = [
     "CONTRACTS", "OPERATORS", "Choice", "adamw", "add", "add_bias", "add_rms_norm", "argmax", "as_tensor",
-    "attention", "attention_decode", "attention_full", "attention_prefill", "attention_varlen", "causal_softmax",
+    "attention", "attention_decode", "attention_full", "attention_prefill", "attention_varlen", "batch_invariant",
+    "causal_softmax",
     "cross_entropy", "dequantise_fp8", "dequantise_int4", "dequantise_int8", "embedding", "kv_store",
     "kv_store_paged", "ledger", "linear", "linear_cross_entropy", "linear_cross_entropy_gradients", "linear_fp8",
     "linear_int4", "linear_int8", "linear_one_tiling", "linear_residual", "lm_head_argmax", "matmul", "multiply",

@@ -207,6 +207,7 @@ class Contract:
     ``composite``: made of torch's operators, which bring gradients and fakes.
     ``levels``: best first, by device.
     ``invariant``: the levels at which a row's bits do not depend on the other rows of the call.
+    ``mode_b``: of a kernel with several forms, the one that ``select.batch_invariant`` holds it to.
     ``sink``: the intermediates that the diagnostic form returns.
 
     Units:   ``num_flops`` counts a multiply-add as two
@@ -225,6 +226,7 @@ class Contract:
     composite: bool = False
     levels: Mapping[str, tuple[Level, ...]] = field(default_factory=lambda: REFERENCE)
     invariant: tuple[Level, ...] = ()
+    mode_b: str = ""
     sink: tuple[str, ...] = ()
     sizes: tuple[Sizes, ...]
     forward: Mapping[torch.dtype, Tolerance]

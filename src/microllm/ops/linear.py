@@ -14,7 +14,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from microllm.ops.contract import VENDOR, Arg, Contract, Out, Sink, Sizes, cases, near_one, numel, rounded, weight
+from microllm.ops.contract import (
+    TRITON,
+    VENDOR,
+    Arg,
+    Contract,
+    Out,
+    Sink,
+    Sizes,
+    cases,
+    near_one,
+    numel,
+    rounded,
+    weight,
+)
 from microllm.ops.operator import Operator, recomputed, saving
 from microllm.ops.rms_norm import EPS, norm_reference
 from microllm.ops.swiglu import swiglu_reference
@@ -52,7 +65,7 @@ def norm_linear(
     """Return linear(rms_norm(x)): w is one matrix or several stacked (q, k, v).
 
     Shapes:  x [..., K], norm_weight [K], w [N, K], bias [N] or None -> [..., N]
-    Numbers: the normed input is rounded as ``rms_norm`` rounds it; fp32 accumulation
+    Numbers: fp32 accumulation; where the normed input is rounded is the level's
     Raises:
         OperatorError: sizes, dtypes or devices differ, or eps is not above 0.
     """
@@ -147,6 +160,7 @@ def linear_flops(s: Sizes) -> int:
     return 2 * numel(s, "...N") * s["K"]
 
 
+MODE_B = "mma (in fp32: tiles of 16 rows)"
 LINEAR_SIZES = cases("...7 K65 N33", "... K1 N1", "...0 K8 N4", "...5,13 K192 N128")
 LINEAR_TOLERANCE = rounded(2e-5, 2e-5, times=2, wide=1e-2)
 """bf16 and fp16 leave room for a library that rounds partial sums."""
@@ -158,33 +172,36 @@ _NORM_FORWARD, _NORM_BACKWARD = rounded(2e-5, 2e-5, times=3, wide=3e-2), rounded
 
 LINEAR = Operator(Contract(
     name="linear", args=(_X, _W, _BIAS), results=_Y, reference=linear_reference, vendor=_vendor, vendor_takes_out=True,
-    autograd=(_backward, saving(0, 1)), levels=VENDOR, sizes=LINEAR_SIZES, forward=LINEAR_TOLERANCE,
-    backward=_BACKWARD, num_flops=linear_flops,
+    autograd=(_backward, saving(0, 1)), levels={**VENDOR, "cuda": ("triton", "vendor", "reference")},
+    invariant=("triton",), mode_b=MODE_B, sizes=LINEAR_SIZES, forward=LINEAR_TOLERANCE, backward=_BACKWARD,
+    num_flops=linear_flops,
 ))  # fmt: skip
 
 LINEAR_RESIDUAL = Operator(Contract(
     name="linear_residual", args=(_X, _W, Arg("residual", "...N"), _BIAS), results=_Y, reference=_residual_reference,
-    autograd=recomputed(_residual_reference), sink=("projected",), sizes=LINEAR_SIZES, forward=LINEAR_TOLERANCE,
-    backward=_BACKWARD, num_flops=linear_flops,
+    autograd=recomputed(_residual_reference), levels=TRITON, invariant=("triton",), mode_b=MODE_B, sink=("projected",),
+    sizes=LINEAR_SIZES, forward=LINEAR_TOLERANCE, backward=_BACKWARD, num_flops=linear_flops,
 ))  # fmt: skip
 
 ONE_TILING = Operator(Contract(
     name="linear_one_tiling", args=(_X, _W, _BIAS), results=_Y, reference=_one_tiling_reference,
-    invariant=("reference",), sizes=LINEAR_SIZES, forward=LINEAR_TOLERANCE, num_flops=linear_flops,
+    levels=TRITON, invariant=("reference", "triton"), mode_b="tile, one for any number of rows",
+    sizes=LINEAR_SIZES, forward=LINEAR_TOLERANCE, num_flops=linear_flops,
 ))  # fmt: skip
 
 NORM_LINEAR = Operator(Contract(
     name="norm_linear", args=(_X, _NORM, _W, _BIAS), results=_Y, scalars={"eps": 1e-5}, rules=(EPS,),
-    reference=_norm_reference, autograd=recomputed(_norm_reference), sink=("normed",), sizes=LINEAR_SIZES,
-    forward=_NORM_FORWARD, backward=_NORM_BACKWARD, num_flops=linear_flops,
+    reference=_norm_reference, autograd=recomputed(_norm_reference), levels=TRITON, invariant=("triton",),
+    mode_b=MODE_B, sink=("normed",), sizes=LINEAR_SIZES, forward=_NORM_FORWARD, backward=_NORM_BACKWARD,
+    num_flops=linear_flops,
 ))  # fmt: skip
 
 NORM_LINEAR_SWIGLU = Operator(Contract(
     name="norm_linear_swiglu", args=(_X, _NORM, Arg("w", "2F K", weight), Arg("bias", "2F", optional=True)),
     results=(Arg("y", "...F"),), scalars={"eps": 1e-5}, rules=(EPS,), reference=_swiglu_reference,
-    autograd=recomputed(_swiglu_reference), sink=("normed", "gate", "up"), forward=_NORM_FORWARD,
-    backward=_NORM_BACKWARD, sizes=tuple({"F": s["N"], **s} for s in LINEAR_SIZES),
-    num_flops=lambda s: 4 * numel(s, "...F") * s["K"],
+    autograd=recomputed(_swiglu_reference), levels=TRITON, invariant=("triton",), mode_b=MODE_B,
+    sink=("normed", "gate", "up"), forward=_NORM_FORWARD, backward=_NORM_BACKWARD,
+    sizes=tuple({"F": s["N"], **s} for s in LINEAR_SIZES), num_flops=lambda s: 4 * numel(s, "...F") * s["K"],
 ))  # fmt: skip
 
 LINEARS = (LINEAR, LINEAR_RESIDUAL, ONE_TILING, NORM_LINEAR, NORM_LINEAR_SWIGLU)

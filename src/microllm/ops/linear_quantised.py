@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from microllm.ops.contract import VENDOR_ON_CPU, Arg, Contract, Out, Sizes, between, cases, rounded
+from microllm.ops.contract import TRITON, VENDOR_ON_CPU, Arg, Contract, Out, Sizes, between, cases, rounded
+from microllm.ops.linear import MODE_B
 from microllm.ops.operator import Operator
 from microllm.ops.quantise import FP8_CODES, INT4, INT8, MINIMUM, SCALE, scale_rules, scaled, unpacked
 
@@ -97,6 +98,7 @@ def _int4_suits(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bias: 
     return True, "torch's packed int4 product, weights packed at the first call"
 
 
+_LEVELS = {**VENDOR_ON_CPU, "cuda": ("triton", "reference")}
 _TOLERANCE = rounded(2e-5, 2e-5, times=2, wide=2e-2)
 _INT8_SCALE, _FP8_SCALE = replace(SCALE, draw=between(1e-3, 2e-3)), replace(SCALE, draw=between(0.05, 0.1))
 _X, _BIAS, _Y = Arg("x", "MK"), Arg("bias", "N", optional=True), (Arg("y", "MN"),)
@@ -110,17 +112,18 @@ _SIZES = cases("M7 K128 N33 U4", "M1 K1 N1 U1", "M65 K192 N48 U3", "M0 K8 N4 U1"
 
 LINEAR_INT8 = Operator(Contract(
     name="linear_int8", args=(_X, INT8, _INT8_SCALE, _BIAS), results=_Y, rules=scale_rules(1), reference=_reference,
-    vendor=_int8_vendor, vendor_suits=_int8_suits, levels=VENDOR_ON_CPU, sizes=_SIZES, forward=_TOLERANCE,
-    num_flops=_flops,
+    vendor=_int8_vendor, vendor_suits=_int8_suits, levels=_LEVELS, invariant=("triton",), mode_b=MODE_B, sizes=_SIZES,
+    forward=_TOLERANCE, num_flops=_flops,
 ))  # fmt: skip
 LINEAR_FP8 = Operator(Contract(
     name="linear_fp8", args=(_X, FP8_CODES, _FP8_SCALE, _BIAS), results=_Y, rules=scale_rules(1),
-    reference=_reference, sizes=_SIZES, forward=_TOLERANCE, num_flops=_flops,
+    reference=_reference, levels=TRITON, invariant=("triton",), mode_b=MODE_B, sizes=_SIZES, forward=_TOLERANCE,
+    num_flops=_flops,
 ))  # fmt: skip
 LINEAR_INT4 = Operator(Contract(
     name="linear_int4", args=(Arg("x", "M 2J"), INT4, SCALE, MINIMUM, _BIAS), results=_Y,
     rules=scale_rules(1, packed=2, block=32), reference=_int4_reference, vendor=_int4_vendor,
-    vendor_suits=_int4_suits, levels=VENDOR_ON_CPU,
+    vendor_suits=_int4_suits, levels=_LEVELS, invariant=("triton",), mode_b=MODE_B,
     sizes=cases("M7 J64 N32 U4", "M1 J16 N1 U1", "M65 J128 N48 U2"),
     forward=_TOLERANCE, num_flops=_flops,
 ))  # fmt: skip

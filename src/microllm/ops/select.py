@@ -75,6 +75,28 @@ def ledger() -> Iterator[Counter[Ran]]:
         _ledgers[:] = [kept for kept in _ledgers if kept is not counts]
 
 
+_one_order: list[bool] = []
+
+
+@contextmanager
+def batch_invariant() -> Iterator[None]:
+    """Take, inside the context, only what gives a row the same bits whatever rows stand beside it: mode B.
+
+    A kernel that has several forms takes the one that its row names; a vendor's library whose row is not listed as
+    ``invariant`` is passed over. Holds for the whole process, as ``use`` does.
+    """
+    _one_order.append(True)
+    try:
+        yield
+    finally:
+        _one_order.pop()
+
+
+def is_batch_invariant() -> bool:
+    """Say whether a call made now is inside ``batch_invariant``."""
+    return bool(_one_order)
+
+
 _choice = cache(Choice)
 
 
@@ -139,6 +161,8 @@ def _suits(contract: Contract, level: Level, values: Sequence[Any], with_sink: b
     if level == "vendor":
         if with_sink:
             return False, "no diagnostic form"
+        if _one_order and "vendor" not in contract.invariant:
+            return False, "its rows' bits depend on the number of rows"
         return contract.vendor_suits(*values) if contract.vendor_suits else (True, "torch's library")
     if first_tensor(values).device.type != "cuda" and not _interpreted():
         return False, "needs a GPU"

@@ -11,7 +11,16 @@ among its levels has an entry here, and an entry here has such a row.
 
 from __future__ import annotations
 
-from microllm.ops.kernels import adamw, cross_entropy, quantise, rms_norm, rope, swiglu
+from microllm.ops.kernels import (
+    adamw,
+    cross_entropy,
+    linear,
+    linear_quantised,
+    quantise,
+    rms_norm,
+    rope,
+    swiglu,
+)
 from microllm.ops.kernels.launch import Compiled, Kernel
 
 KERNELS: dict[str, Kernel] = {
@@ -32,6 +41,14 @@ KERNELS: dict[str, Kernel] = {
     "dequantise_int8": Kernel(quantise.run_from_int8, quantise.suits),
     "dequantise_fp8": Kernel(quantise.run_from_fp8, quantise.suits),
     "dequantise_int4": Kernel(quantise.run_from_int4, quantise.suits),
+    "linear": Kernel(linear.run, linear.suits),
+    "linear_residual": Kernel(linear.run_residual, linear.suits),
+    "norm_linear": Kernel(linear.run_norm, linear.suits),
+    "norm_linear_swiglu": Kernel(linear.run_norm_swiglu, linear.suits),
+    "linear_one_tiling": Kernel(linear.run_one_tiling, linear.suits_any),
+    "linear_int8": Kernel(linear_quantised.run_int8, linear_quantised.suits),
+    "linear_fp8": Kernel(linear_quantised.run_fp8, linear_quantised.suits),
+    "linear_int4": Kernel(linear_quantised.run_int4, linear_quantised.suits),
 }
 """Every kernel by its operator's name."""
 
@@ -42,6 +59,8 @@ COMPILED: dict[str, tuple[Compiled, ...]] = {
     "cross_entropy": cross_entropy.COMPILED,
     "adamw": adamw.COMPILED,
     "quantise": quantise.COMPILED,
+    "linear": linear.COMPILED,
+    "linear_quantised": linear_quantised.COMPILED,
 }
 """What is compiled ahead of time, by file."""
 

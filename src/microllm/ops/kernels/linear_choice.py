@@ -1,0 +1,166 @@
+"""Which form a linear takes, and its tiles: tuned entries where there are any, else what experiment no. 1 found.
+
+Place: asked by ``linear.multiply`` for each call that is not replayed. Two entries of ``tuned.json`` speak of a matrix:
+of {N, K} what fixes the bits of the mma form (WARPS_K, KB, SUMS) and the most rows that take the fma form (fma_rows);
+of {M, N, K}, M rounded up to a bucket, the form (0 fma, 1 mma, 2 tile) and that form's blocks.
+
+The defaults are an H200's: one row takes fp32 multiply-adds; up to 16 rows, and narrow matrices beyond, matrix
+instructions straight from memory; wide matrices from 17 rows on, tiles. Inside ``batch_invariant`` every number of rows
+takes the mma form. In fp32, which has no such instruction, that is tiles of 16 rows.
+
+Axes:    M = rows, N = rows of the weight, NY = outputs, K = in, J = positions of a weight row
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+from microllm.ops.target import INTERPRETER, Target
+from microllm.ops.tuned import tuned
+
+FORMS = ("fma", "mma", "tile")
+BUCKETS = (1, 8, 16, 32, 64, 256)
+"""Numbers of rows that have entries of their own; more than the last count as the last."""
+WIDE = 4096
+"""Outputs from which on tiles of 64 fill the multiprocessors."""
+REGISTERS = 112
+"""Registers a thread for weights on their way: what is resident early is what is fetched early."""
+Tile = dict[str, int]
+
+
+class Matrix(NamedTuple):
+    """A weight as the kernels meet it, by the operator that reads it."""
+
+    op: str
+    N: int
+    K: int
+    dtype: torch.dtype
+    format: str = "plain"
+    swiglu: bool = False
+    normed: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """NY: the outputs of a row."""
+        return self.N // 2 if self.swiglu else self.N
+
+    @property
+    def positions(self) -> int:
+        """J: the positions of a weight row."""
+        return self.K // 2 if self.format == "int4" else self.K
+
+    @property
+    def lane(self) -> int:
+        """Neighbours that one lane loads."""
+        return 8 if self.format == "plain" else 16
+
+    @property
+    def registers(self) -> int:
+        """Registers of one such load."""
+        return self.lane * (self.dtype.itemsize if self.format == "plain" else 1) // 4
+
+
+class Choice(NamedTuple):
+    """A form, its constants, and how it is launched."""
+
+    form: str
+    constants: Tile
+    num_warps: int
+    num_stages: int = 1
+
+
+@cache
+def choose(matrix: Matrix, M: int, target: Target, device: str, one_order: bool) -> Choice:
+    """Return form and tiles for M rows on a device (its target and name)."""
+    order = _order(matrix) | (tuned(matrix.op, {"N": matrix.N, "K": matrix.K}, matrix.dtype, device) or {})
+    bucket = next((size for size in BUCKETS if size >= M), BUCKETS[-1])
+    found = tuned(matrix.op, {"M": bucket, "N": matrix.N, "K": matrix.K}, matrix.dtype, device) or {}
+    form = FORMS[found["form"]] if found else _form(matrix, M, order["fma_rows"])
+    if one_order and form != "mma":
+        form, found = "mma", {}
+    if form == "mma" and matrix.dtype == torch.float32 and target != INTERPRETER:
+        tile = wide_tile(matrix, 16, target)
+        return Choice("tile", _only(tile, _TILE), tile["num_warps"], tile["STAGES"])
+    if form == "mma":
+        tile = _mma_tile(matrix, bucket, order, target) | found
+        return Choice(form, _only(tile, _MMA) | _only(order, _ORDER), order["WARPS_K"])
+    tile = (_fma_tile(matrix, target) if form == "fma" else wide_tile(matrix, M, target)) | found
+    return Choice(form, _only(tile, _FMA if form == "fma" else _TILE), tile["num_warps"], tile.get("STAGES", 1))
+
+
+_ORDER, _MMA = ("WARPS_K", "KB", "SUMS"), ("BLOCK_M", "BLOCK_N", "EARLY", "AHEAD")
+_FMA, _TILE = ("ROWS", "REP", "BLOCK_K", "EARLY"), ("BLOCK_M", "BLOCK_N", "BLOCK_K", "STAGES")
+
+
+def _only(tile: Tile, names: tuple[str, ...]) -> Tile:
+    return {name: tile[name] for name in names}
+
+
+def _form(matrix: Matrix, M: int, fma_rows: int) -> str:
+    if M <= fma_rows:
+        return "fma"
+    return "tile" if M > BUCKETS[-1] or (M > 16 and matrix.outputs >= WIDE) else "mma"
+
+
+def _order(matrix: Matrix) -> Tile:
+    """Return what fixes the bits of the mma form: more warps share a longer K."""
+    spans = triton.cdiv(matrix.positions, 4 * matrix.lane)
+    warps = min(2 if matrix.K <= 1024 else 4 if matrix.K <= 2048 else 8, triton.next_power_of_2(spans))
+    blocks = 2 if spans % (2 * warps) == 0 and matrix.registers == 4 else 1
+    several = matrix.N < WIDE and warps < 8 and spans > warps * blocks
+    return {"WARPS_K": warps, "KB": blocks, "SUMS": 2 if several else 1, "fma_rows": 1}
+
+
+def _mma_tile(matrix: Matrix, M: int, order: Tile, target: Target) -> Tile:
+    """Return the mma form's blocks.
+
+    More rows spill registers. AMD's matrix instructions take no 8 rows. Interpreted, big programs take no longer than
+    small ones, and a product's bits depend on its shape: one shape for any number of rows.
+    """
+    rows = min(M, 16 if matrix.normed else 32)
+    rows = 64 if target.backend == "cpu" else max(rows, 16 if target.backend == "hip" else 8)
+    outputs = 64 if target.backend == "cpu" else 32 if matrix.N >= 8 * WIDE and 8 < M <= 32 else 16
+    steps = triton.cdiv(matrix.positions, 4 * matrix.lane * order["WARPS_K"] * order["KB"])
+    weights = outputs // 8 * order["KB"] * matrix.registers
+    x = rows // 8 * order["KB"] * matrix.lane * matrix.dtype.itemsize // 4 * (matrix.K // matrix.positions)
+    return {
+        "BLOCK_M": rows, "BLOCK_N": outputs,
+        "EARLY": min(steps, max(1, REGISTERS // weights)), "AHEAD": min(steps, max(1, 64 // x)),
+    }  # fmt: skip
+
+
+def _fma_tile(matrix: Matrix, target: Target) -> Tile:
+    """Return the fma form's blocks: 32 outputs and all of a short K in flight for a head, few outputs elsewhere."""
+    head, long = matrix.outputs >= 8 * WIDE, matrix.positions > 2048
+    block, warps, each = (128, 4, 4) if head else (256, 2, 2) if matrix.swiglu else (256, 1 if long else 4, 1)
+    most = REGISTERS // matrix.registers // (2 if matrix.swiglu else 1)
+    while triton.cdiv(matrix.positions, block) > min(20, most):
+        block, warps = 2 * block, warps if head else min(8, 2 * warps)
+    steps = triton.cdiv(matrix.positions, block)
+    threads = warps * (512 if target.backend == "cpu" else target.warp_size)
+    while each > 1 and (steps * each > most or matrix.format != "plain"):
+        each //= 2
+    return {
+        "ROWS": max(1, threads * matrix.lane // block), "REP": each, "BLOCK_K": block, "EARLY": steps,
+        "num_warps": warps,
+    }  # fmt: skip
+
+
+def wide_tile(matrix: Matrix, M: int, target: Target) -> Tile:
+    """Return the tile form's blocks; with M above 128 they are those of every larger M."""
+    rows = next((size for size in (16, 32, 64) if size >= M), 128)
+    outputs = 64 if rows < 128 or matrix.swiglu else 128
+    block = 64 if matrix.dtype.itemsize == 2 else 32
+    small = target.shared_bytes <= 64 * 1024
+    warps = 8 if rows == 128 and outputs == 128 else 4
+    stages = 2 if small else 3
+    return {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": block, "STAGES": stages, "num_warps": warps}
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name that tuned entries know a device by."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else INTERPRETER.name
