@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from microllm.ops.contract import EXACT, INT64, Arg, Contract, Out, Rule, Sink, Sizes, between, cases
+from microllm.ops.contract import EXACT, INT64, TRITON, Arg, Contract, Out, Rule, Sink, Sizes, between, cases
+from microllm.ops.linear import MODE_B
 from microllm.ops.operator import Operator
 
 
@@ -64,14 +65,14 @@ _TOKEN = (Arg("token", "A", dtypes=INT64),)
 ARGMAX = Operator(Contract(
     name="argmax", args=(Arg("logits", "AV"),), results=_TOKEN,
     rules=(Rule("V above 0", lambda logits: logits.shape[1] > 0, ({"logits": torch.zeros(2, 0)},)),),
-    reference=argmax_reference, sizes=cases("A4 V1000", "A1 V1", "A64 V3", "A0 V3"),
-    forward=EXACT, num_flops=lambda s: s["A"] * s["V"],
+    reference=argmax_reference, levels=TRITON, invariant=("triton",),
+    sizes=cases("A4 V1000", "A1 V1", "A64 V3", "A0 V3"), forward=EXACT, num_flops=lambda s: s["A"] * s["V"],
 ))  # fmt: skip
 
 LM_HEAD_ARGMAX = Operator(Contract(
     name="lm_head_argmax", args=(Arg("x", "AD", between(0.5, 1.5)), Arg("w", "VD", _one_winner)), results=_TOKEN,
     rules=(Rule("V above 0", lambda x, w: w.shape[0] > 0, ({"w": lambda c: c["w"][:0]},)),),
-    reference=_head_reference, sink=("logits",),
+    reference=_head_reference, levels=TRITON, invariant=("triton",), mode_b=MODE_B, sink=("logits",),
     sizes=cases("A3 V101 D64", "A1 V1 D1", "A33 V7 D65"), forward=EXACT,
     num_flops=lambda s: 2 * s["A"] * s["V"] * s["D"],
 ))  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from microllm.ops.argmax import argmax_reference
-from microllm.ops.contract import EXACT, FP32, INT64, Arg, Contract, Out, Rule, between, cases, flat
+from microllm.ops.contract import EXACT, FP32, INT64, TRITON, Arg, Contract, Out, Rule, between, cases, flat
 from microllm.ops.operator import Operator
 
 _MASK = 0xFFFFFFFF
@@ -139,8 +139,8 @@ SAMPLE = Operator(Contract(
         _range("top_p above 0, at most 1", 3, lambda p: (p > 0) & (p <= 1), 0, 1.5, math.nan),
         _range("min_p from 0 to 1", 4, lambda p: (p >= 0) & (p <= 1), -0.1, 1.1, math.nan),
     ),
-    reference=_reference, sizes=cases("A50 V101", "A1 V1", "A3 V2000"), forward=EXACT, invariant=("reference",),
-    num_flops=lambda s: 100 * s["A"] * s["V"],
+    reference=_reference, sizes=cases("A50 V101", "A1 V1", "A3 V2000"), forward=EXACT, levels=TRITON,
+    invariant=("reference", "triton"), num_flops=lambda s: 100 * s["A"] * s["V"],
 ))  # fmt: skip
 
 PENALISE = Operator(Contract(
@@ -152,5 +152,5 @@ PENALISE = Operator(Contract(
     results=(Arg("y", "AV", dtypes=FP32),),
     rules=(_range("repetition above 0", 3, lambda r: (r > 0) & r.isfinite(), 0, -1, math.nan),),
     reference=_penalise_reference, sizes=cases("A5 V101", "A1 V1", "A0 V7"), forward=flat(1e-6, 1e-6),
-    invariant=("reference",), num_flops=lambda s: 6 * s["A"] * s["V"],
+    levels=TRITON, invariant=("reference", "triton"), num_flops=lambda s: 6 * s["A"] * s["V"],
 ))  # fmt: skip

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from microllm.ops.kernels import (
     adamw,
+    argmax,
     cross_entropy,
     linear,
     linear_quantised,
     quantise,
     rms_norm,
     rope,
+    sample,
     swiglu,
 )
 from microllm.ops.kernels.launch import Compiled, Kernel
@@ -49,6 +51,10 @@ KERNELS: dict[str, Kernel] = {
     "linear_int8": Kernel(linear_quantised.run_int8, linear_quantised.suits),
     "linear_fp8": Kernel(linear_quantised.run_fp8, linear_quantised.suits),
     "linear_int4": Kernel(linear_quantised.run_int4, linear_quantised.suits),
+    "argmax": Kernel(argmax.run, argmax.suits),
+    "lm_head_argmax": Kernel(argmax.run_head, argmax.suits_head),
+    "sample": Kernel(sample.run, sample.suits),
+    "penalise": Kernel(sample.run_penalise, sample.suits_penalise),
 }
 """Every kernel by its operator's name."""
 
@@ -61,6 +67,8 @@ COMPILED: dict[str, tuple[Compiled, ...]] = {
     "quantise": quantise.COMPILED,
     "linear": linear.COMPILED,
     "linear_quantised": linear_quantised.COMPILED,
+    "argmax": argmax.COMPILED,
+    "sample": sample.COMPILED,
 }
 """What is compiled ahead of time, by file."""
 
