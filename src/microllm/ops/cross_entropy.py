@@ -15,7 +15,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import FP32, INT64, TRITON, Arg, Contract, Outs, Rule, Sizes, between, cases, flat, in_range, rounded
+from microllm.ops.contract import (
+    FP32,
+    INT64,
+    TRITON,
+    Arg,
+    Contract,
+    Outs,
+    Rule,
+    Sizes,
+    between,
+    cases,
+    flat,
+    in_range,
+    rounded,
+    weight,
+)
 from microllm.ops.operator import Operator, saving
 
 Reduction = Literal["none", "sum", "mean"]
@@ -125,7 +140,8 @@ def linear_cross_entropy(
     """Return cross_entropy(linear(h, w), targets).
 
     Shapes:  h [N, D], w [V, D], targets [N] int64 -> [N] or a number, fp32
-    Numbers: logits, loss and the sum of w's gradient in fp32; ignored tokens give exactly 0
+    Numbers: loss and the sum of w's gradient in fp32; whether logits are rounded to h's dtype is the level's; ignored
+             tokens give exactly 0
     Raises:
         OperatorError: as ``cross_entropy``.
     """
@@ -192,15 +208,17 @@ def _gradients_backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | No
     return dh * grad.to(dh.dtype), scaled, None, None, None, None
 
 
-_ARGS = (Arg("h", "ND"), Arg("w", "VD"), TARGETS)
+_ARGS = (Arg("h", "ND"), Arg("w", "VD", weight), TARGETS)
 _SCALARS = {"ignore_index": IGNORE, "need_valid": False}
+_HEAD_GRADIENT = rounded(1e-4, 1e-4, times=2, wide=2e-2)  # a level may round logits and their gradients
 _HEAD_SIZES = cases("N9 V101 D64", "N1 V1 D1", "N0 V3 D5", "N33 V7 D13")
 
 HEAD = Operator(Contract(
     name="linear_cross_entropy", args=_ARGS, results=(Arg("loss", "N", dtypes=FP32),), scalars=_SCALARS,
     rules=label_rules(2, lambda h, w, *_: w.shape[0]), reference=_losses_reference,
-    autograd=(_losses_backward, saving(0, 1, 2)), sizes=_HEAD_SIZES, forward=flat(1e-4, 2e-5),
-    backward=rounded(1e-4, 1e-4), num_flops=lambda s: 2 * s["N"] * s["V"] * s["D"],
+    autograd=(_losses_backward, saving(0, 1, 2)), levels=TRITON, sizes=_HEAD_SIZES,
+    forward=rounded(1e-4, 2e-5, times=0, wide=2e-2), backward=_HEAD_GRADIENT,
+    num_flops=lambda s: 2 * s["N"] * s["V"] * s["D"],
 ))  # fmt: skip
 
 HEAD_GRADIENTS = Operator(Contract(
@@ -208,7 +226,7 @@ HEAD_GRADIENTS = Operator(Contract(
     results=(Arg("total", "", dtypes=FP32), Arg("dh", "ND"), Arg("dw", "VD", dtypes=FP32)), scalars=_SCALARS,
     rules=label_rules(2, lambda h, w, *_: w.shape[0]), reference=_gradients_reference,
     autograd=(_gradients_backward, saving(1, outputs=(1, 2), constant=True)), sizes=_HEAD_SIZES,
-    forward=rounded(1e-4, 1e-4), backward=rounded(1e-4, 1e-4), num_flops=lambda s: 6 * s["N"] * s["V"] * s["D"],
+    levels=TRITON, forward=_HEAD_GRADIENT, backward=_HEAD_GRADIENT, num_flops=lambda s: 6 * s["N"] * s["V"] * s["D"],
 ))  # fmt: skip
 
 LOSSES = (CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, HEAD, HEAD_GRADIENTS)

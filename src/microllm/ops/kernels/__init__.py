@@ -16,6 +16,7 @@ from microllm.ops.kernels import (
     argmax,
     cross_entropy,
     linear,
+    linear_cross_entropy,
     linear_quantised,
     quantise,
     rms_norm,
@@ -55,6 +56,8 @@ KERNELS: dict[str, Kernel] = {
     "lm_head_argmax": Kernel(argmax.run_head, argmax.suits_head),
     "sample": Kernel(sample.run, sample.suits),
     "penalise": Kernel(sample.run_penalise, sample.suits_penalise),
+    "linear_cross_entropy": Kernel(linear_cross_entropy.run, linear_cross_entropy.suits),
+    "linear_cross_entropy_gradients": Kernel(linear_cross_entropy.run_gradients, linear_cross_entropy.suits),
 }
 """Every kernel by its operator's name."""
 
