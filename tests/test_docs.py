@@ -42,6 +42,19 @@ def test_the_stops_name_files_that_exist():
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_the_engines_page_runs_and_names_what_exists():
+    page = ROOT / "docs" / "engine.md"
+    (code,) = blocks(page, "python")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "engine.md", "exec"), {})
+    assert "Paris" in printed.getvalue()
+    source = "".join(path.read_text() for path in (ROOT / "src/microllm/inference").glob("*.py"))
+    life = page.read_text().split("A request's life")[1].split("What is promised")[0]
+    names = re.findall(r"`(?:\w+\.)?(\w+)`", life)
+    assert len(names) >= 8
+    assert [name for name in names if f"def {name}(" not in source] == []
+
+
 def test_readme_python_prints_what_it_shows():
     (code,) = blocks(ROOT / "README.md", "python")
     want = re.findall(r"^# -> (.*)$", code, flags=re.MULTILINE)
@@ -72,6 +85,6 @@ def test_example_runs(path):
     assert run.stderr == ""
 
 
-def test_examples_are_six_of_at_most_forty_lines():
-    assert len(EXAMPLES) == 6
+def test_examples_are_seven_of_at_most_forty_lines():
+    assert len(EXAMPLES) == 7
     assert {path.stem: n for path in EXAMPLES if (n := len(path.read_text().splitlines())) > 40} == {}

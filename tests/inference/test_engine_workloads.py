@@ -75,8 +75,8 @@ class HashRunner:
 
 class Workload(RuleBasedStateMachine):
     @initialize(
-        page_tokens=st.sampled_from([1, 2, 4, 16]), num_pages=st.integers(2, 12), rows=st.integers(1, 4),
-        min_chunk=st.integers(1, 20), speculate=st.sampled_from([0, 0, 2, 7]), same_bits=st.booleans(),
+        page_tokens=st.sampled_from([1, 2, 4, 4, 16]), num_pages=st.integers(2, 14), rows=st.integers(1, 4),
+        min_chunk=st.integers(1, 9), speculate=st.sampled_from([0, 0, 2, 7]), same_bits=st.booleans(),
         prefix_cache=st.sampled_from([True, True, False]),
     )  # fmt: skip
     def start(self, page_tokens, num_pages, rows, min_chunk, speculate, same_bits, prefix_cache):
@@ -96,11 +96,21 @@ class Workload(RuleBasedStateMachine):
     )  # fmt: skip
     def add(self, shared, tail, max_tokens, salt, n):
         prompt = [*BASE[:shared], *tail][: self.capacity] or [9]
-        max_tokens = min(max_tokens, self.capacity - len(prompt) + 1)
+        self.queue(prompt, min(max_tokens, self.capacity - len(prompt) + 1), n, salt)
+
+    def queue(self, prompt, max_tokens, n, salt):
         params = SamplingParams(temperature=0, max_tokens=max_tokens, n=n, ignore_eos=False)
         requests = self.engine.add(prompt, params, salt=salt)
         want = alone(prompt, max_tokens, self.same_bits)
         self.requests += [(request, want) for request in requests]
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), max_tokens=st.integers(1, 9))
+    def go_on(self, data, max_tokens):
+        """Ask for what follows an earlier request's prompt and answer so far."""
+        earlier = data.draw(st.sampled_from(self.requests))[0].sequence
+        prompt = [*earlier.prompt_ids, *earlier.token_ids][: min(self.capacity, 90)]
+        self.queue(prompt, min(max_tokens, self.capacity - len(prompt) + 1), 1, b"")
 
     @precondition(lambda self: self.engine.has_work)
     @rule(count=st.integers(1, 8))
@@ -127,7 +137,11 @@ class Workload(RuleBasedStateMachine):
         assert scheduler.allocator.num_held == len(held)
         assert report.kv.active_bytes == len(held) * self.engine.pool.page_bytes
         assert report.kv.wasted_bytes < (len(running) or 1) * self.engine.pool.page_bytes
-        assert scheduler._unreserved() >= 0
+        promised = sum(
+            -(-min(r.num_tokens + 1, r.max_stored_tokens) // config.page_tokens) - len(r.pages)
+            for r in running if r.state == "prefilling"
+        )  # fmt: skip
+        assert promised <= scheduler.allocator.num_free, "a prompt on its way may find no page"
         order = [request.number for request in (*running, *scheduler.waiting)]
         assert order == sorted(order)
         assert len({request.slot for request in running}) == len(running) <= config.num_rows
