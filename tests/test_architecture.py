@@ -79,7 +79,12 @@ IMPORTED_WHEN_SELECTED = ("ops/kernels/", "serving/")
 LAZY_IMPORTS: dict[str, set[str]] = {
     "evidence/preflight.py": {"pynvml"},
     # The readers bring pydantic, jinja2, tokenizers and safetensors: too much for `import microllm`.
-    "inference/llm.py": {"microllm.io.checkpoint", "microllm.io.resolve", "microllm.io.tokenizer"},
+    "inference/llm.py": {
+        "microllm.inference.plan_loading",
+        "microllm.io.checkpoint",
+        "microllm.io.resolve",
+        "microllm.io.tokenizer",
+    },
     "lab/align_report.py": {"matplotlib"},
     # These two run in processes of their own, each of which imports what it measures and nothing else.
     "lab/bench_start.py": {"torch", "transformers", "llama_cpp"},
@@ -117,22 +122,24 @@ MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 # template by name, evidence and lab keep records that recompute, and ops holds 46 operators with row and gradient.
 # inference +400: the engine, its scheduler and its runner; lab +140 and cli +50: the batch-invariance probe.
 # ops +2,000: kernels with their launchers and compile cases; lab and cli +160: every kernel compiled ahead of time.
-PACKAGE_BUDGET = 16_950
+# lab +830: benchmarks beside other engines (one worker with three arms, its protocol, the rows) and the quality gate.
+# inference +450, cli +30: packed weights, the CPU's decode plan and the packed file; io +15: weights by name, blocks as stored.
+PACKAGE_BUDGET = 18_275
 ROOM_BUDGET: dict[str, int] = {
     "errors": 25,
     "config": 175,
     "evidence": 2080,
     "ops": 4300,
-    "io": 2520,
+    "io": 2535,
     "sampling": 330,
     "step": 450,
     "model": 230,
     "structures": 1200,
-    "inference": 1300,
+    "inference": 1750,
     "training": 900,
     "serving": 400,
-    "lab": 2370,
-    "cli": 650,
+    "lab": 3200,
+    "cli": 680,
     "__init__": 15,
     "__main__": 5,
 }

@@ -63,7 +63,7 @@ def spoiled() -> LLM:
 
 @pytest.fixture(scope="session")
 def demo() -> LLM:
-    return load("demo", device="cpu")
+    return load("demo", device="cpu", precision="fp32")
 
 
 @pytest.fixture

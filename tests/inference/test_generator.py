@@ -11,7 +11,7 @@ import transformers
 
 from microllm import SamplingParams
 from microllm.inference import generator
-from microllm.inference.generator import chunk_tokens, generate_tokens, new_cache, prefill
+from microllm.inference.generator import chunk_tokens, generate_tokens, prefill
 from microllm.inference.sequence import GeneratedSequence
 from microllm.model import Transformer
 
@@ -98,7 +98,7 @@ def test_chunk_sizes_bound_what_a_chunk_holds():
 def test_prefill_refuses_nothing_and_forgets_nothing_across_chunks(llm, monkeypatch):
     monkeypatch.setattr(generator, "MAX_CHUNK_TOKENS", 5)
     prompts = [tuple(range(4, 4 + n)) for n in (1, 4, 5, 6, 13)]
-    last, _ = prefill(llm.model, prompts, new_cache(llm.model, 5, 13))
+    last, _ = prefill(llm.model, prompts, llm.model.new_cache(5, 13))
     for row, prompt in zip(last, prompts, strict=True):
         assert torch.allclose(row, llm.logits(prompt, last_only=True)[0], atol=1e-4)
 
@@ -157,14 +157,14 @@ def test_an_error_in_the_middle_keeps_what_came_before(spoiled):
 
 
 def test_stopping_early_cancels_and_frees_the_cache(llm, monkeypatch):
-    caches = []
+    caches, make = [], type(llm.model).new_cache
 
     def watched(*arguments):
-        cache = new_cache(*arguments)
+        cache = make(*arguments)
         caches.append(weakref.ref(cache))
         return cache
 
-    monkeypatch.setattr(generator, "new_cache", watched)
+    monkeypatch.setattr(type(llm.model), "new_cache", watched)
     sequences = [sequence_of(llm, "the cat", dataclasses.replace(GREEDY, max_tokens=n)) for n in (2, 12)]
     steps = generate_tokens(llm.model, sequences)
     for _ in range(3):

@@ -19,6 +19,7 @@ from microllm.inference import llm as llm_module
 from microllm.inference import sequence as sequence_module
 from microllm.io.checkpoint import save_checkpoint
 from microllm.io.hf_config import GenerationDefaults
+from microllm.model import Transformer
 from microllm.sampling import StopChecker
 
 EOS = 1
@@ -443,8 +444,11 @@ def test_load_refuses_what_cannot_be(options, error, words):
         microllm.load(**({"name": "no-such-model"} | options))
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("auto", torch.float32), ("bf16", torch.bfloat16)])
-def test_load_a_directory(llm, tmp_path, precision, dtype):
+@pytest.mark.parametrize(
+    ("precision", "became", "dtype"),
+    [("auto", "fp32", torch.float32), ("bf16", "bf16", torch.float32), ("fp16", "fp16", torch.float16)],
+)
+def test_load_a_directory(llm, tmp_path, precision, became, dtype):
     tokenizer_json = llm.tokenizer._backend.to_str().encode()
     text_files = {
         "tokenizer.json": tokenizer_json,
@@ -455,7 +459,8 @@ def test_load_a_directory(llm, tmp_path, precision, dtype):
     defaults = GenerationDefaults(temperature=0.3, eos_token_ids=(EOS, 9))
     path = save_checkpoint(tmp_path / "tiny", config, state, generation=defaults, text_files=text_files)
     loaded = microllm.load(path, device="cpu", precision=precision)
-    assert (loaded.dtype, loaded.device.type) == (dtype, "cpu")
+    assert (loaded.precision, loaded.dtype, loaded.device.type) == (became, dtype, "cpu")
+    assert isinstance(loaded.transformer, Transformer)
     assert loaded.eos_ids == {EOS, 9}
     assert loaded.default_params.temperature == 0.3
     completion = loaded.generate("the cat", SamplingParams(temperature=0, max_tokens=8))

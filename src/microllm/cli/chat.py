@@ -29,7 +29,10 @@ class Chat:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     precision: str = "auto"
-    """auto (the checkpoint's own on a GPU, fp32 on a CPU), fp32, bf16 or fp16."""
+    """auto, fp32, bf16, fp16, or on a CPU int8 or int4; auto is the checkpoint's own on a GPU, on a CPU int4 for a GGUF
+    file in four-bit blocks and else fp32."""
+    num_threads: int | None = None
+    """Threads on a CPU; without it torch's own choice, a thread a core."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object a turn instead of text; for scripts that write turns to standard input."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.7, top_p=0.9))
@@ -38,7 +41,7 @@ class Chat:
         """Read a line, print the answer, until /exit or the end of input."""
         from microllm.inference import load
 
-        llm = load(self.model, device=self.device, precision=self.precision)
+        llm = load(self.model, device=self.device, precision=self.precision, num_threads=self.num_threads)
         opening = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = list(opening)
         if not self.as_json:

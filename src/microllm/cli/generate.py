@@ -30,14 +30,21 @@ class Generate:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     precision: str = "auto"
-    """auto (the checkpoint's own on a GPU, fp32 on a CPU), fp32, bf16 or fp16."""
+    """auto, fp32, bf16, fp16, or on a CPU int8 or int4; auto is the checkpoint's own on a GPU, on a CPU int4 for a GGUF
+    file in four-bit blocks and else fp32."""
+    num_threads: int | None = None
+    """Threads on a CPU; without it torch's own choice, a thread a core."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object: text, token_ids, prompt_token_ids, finish_reason, timings, ..."""
+    explain_token: int | None = None
+    """Answer in an engine, and say where token N (0 is the first) was made and by how much it won."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def run(self) -> int:
         """Print the answer as it comes; with --json, or several choices, all at the end. 1 when a sequence failed."""
         llm, text = self.load()
+        if self.explain_token is not None:
+            return _explain(llm, text, self.sampling, self.explain_token)
         if self.as_json or self.sampling.n > 1:
             completions = llm.generate([text], self.sampling)
             _print_choices(completions, as_json=self.as_json)
@@ -55,7 +62,7 @@ class Generate:
             raise RequestError("got an empty prompt; need some text; pass it with --prompt")
         if self.raw and self.system is not None:
             raise RequestError("got --system with --raw; need one of them: a system message is the chat template's")
-        llm = load(self.model, device=self.device, precision=self.precision)
+        llm = load(self.model, device=self.device, precision=self.precision, num_threads=self.num_threads)
         text: str | list[int] = prompt
         if not self.raw:
             messages = [{"role": "user", "content": prompt}]
@@ -77,6 +84,29 @@ def _print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> 
     _print_prompt_logprobs(llm, pieces.completion)
     print(describe_speed(pieces.completion), file=sys.stderr)
     return pieces.completion
+
+
+def _explain(llm: LLM, prompt: str | list[int], params: SamplingParams, index: int) -> int:
+    """Print the answer and the origin of one of its tokens."""
+    from microllm.errors import RequestError
+    from microllm.inference import Engine, EngineConfig
+
+    engine = Engine(llm, EngineConfig(max_rows=1, diagnose=True))
+    with engine.stream(prompt, params) as pieces:
+        for piece in pieces:
+            print(piece.text, end="", flush=True)
+    print()
+    origins = pieces.request.origins
+    if not 0 <= index < len(origins):
+        raise RequestError(f"got --explain-token {index}; need 0 to {len(origins) - 1}, the answer's tokens")
+    found = origins[index]
+    shown = [f"{i} {llm.tokenizer.decode([i], skip_special_tokens=False)!r} {logit:.4f}" for i, logit in found.best]
+    print(
+        f"token {index}: {found.token_id}, at position {found.position}, made by {found.producer} in step {found.step}"
+    )
+    print(f"  slot {found.slot}; {found.num_rows} requests and {found.num_tokens} tokens in the step")
+    print(f"  best logits: {shown[0]}; then {shown[1]}; margin {found.margin:.4f}")
+    return 1 if pieces.completion.finish_reason == "error" else 0
 
 
 def _print_choices(completions: list[Completion], *, as_json: bool) -> None:

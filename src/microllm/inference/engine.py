@@ -63,7 +63,7 @@ class Engine:
         self.pool = PagePool(llm.config, num_pages, page_tokens=config.page_tokens, dtypes=dtypes, device=llm.device)
         deterministic = llm.device.type == "cpu" if config.deterministic is None else config.deterministic
         self._runner = ModelRunner(
-            llm.model, self.pool, num_slots=config.num_rows, context=context, deterministic=deterministic,
+            llm.transformer, self.pool, num_slots=config.num_rows, context=context, deterministic=deterministic,
             max_drafts=config.speculate,
         )  # fmt: skip
         self.scheduler = Scheduler(PageAllocator(num_pages), config, same_bits=self._runner.same_bits)
@@ -92,7 +92,10 @@ class Engine:
                     chunk.request.sequence.start()
             touched = [chunk.request for chunk in chunks if chunk.reaches_end]
             logits, firsts = self._runner.run(chunks)
-            num_kept = accept_tokens(chunks, logits, firsts, row_by_row=self._runner.same_bits)
+            num_kept = accept_tokens(
+                chunks, logits, firsts, row_by_row=self._runner.same_bits,
+                diagnosed_step=self._num_steps if self.config.diagnose else None,
+            )  # fmt: skip
             self._num_steps += 1
             for chunk, kept in zip(chunks, num_kept, strict=True):
                 self.scheduler.advance(chunk, kept)

@@ -18,16 +18,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from microllm.inference.plan import Plan
 from microllm.inference.sequence import GeneratedSequence
 from microllm.model import Transformer
 from microllm.sampling import TokenLogprob, choose_tokens, token_logprobs
 from microllm.step import DenseCache
 
+Model = Transformer | Plan
 MAX_CHUNK_TOKENS = 512
 MAX_CHUNK_BYTES = 256 << 20
 
 
-def generate_tokens(model: Transformer, sequences: Sequence[GeneratedSequence]) -> Generator[None]:
+def generate_tokens(model: Model, sequences: Sequence[GeneratedSequence]) -> Generator[None]:
     """Run all sequences to their ends as one batch, pausing after each step.
 
     Sequences of one prompt share its prefill. Stopping early ends those that still run as "cancelled".
@@ -53,7 +55,7 @@ def generate_tokens(model: Transformer, sequences: Sequence[GeneratedSequence]) 
 
 @torch.inference_mode()
 def prefill(
-    model: Transformer, prompts: Sequence[Sequence[int]], cache: DenseCache, num_top: int | None = None
+    model: Model, prompts: Sequence[Sequence[int]], cache: DenseCache, num_top: int | None = None
 ) -> tuple[Tensor, list[list[TokenLogprob | None]]]:
     """Run prompts of any lengths through the model, chunk by chunk, into the cache.
 
@@ -85,7 +87,7 @@ def prefill(
     return last_PV, logprobs
 
 
-def chunk_tokens(model: Transformer, num_rows: int, longest: int, *, keeps_logits: bool) -> int:
+def chunk_tokens(model: Model, num_rows: int, longest: int, *, keeps_logits: bool) -> int:
     """Return how many tokens of each row go through the model at once."""
     config = model.config
     width = config.num_attention_heads * longest + 3 * config.intermediate_size
@@ -93,19 +95,13 @@ def chunk_tokens(model: Transformer, num_rows: int, longest: int, *, keeps_logit
     return max(1, min(MAX_CHUNK_TOKENS, MAX_CHUNK_BYTES // (4 * num_rows * width)))
 
 
-def new_cache(model: Transformer, num_rows: int, capacity: int) -> DenseCache:
-    """Return a cache of the model's own dtype, where the model is."""
-    weight = model.norm.weight
-    return DenseCache(model.config, num_rows, capacity, dtype=weight.dtype, device=weight.device)
-
-
-def _prefill_all(model: Transformer, sequences: Sequence[GeneratedSequence]) -> tuple[Tensor, DenseCache]:
+def _prefill_all(model: Model, sequences: Sequence[GeneratedSequence]) -> tuple[Tensor, DenseCache]:
     """Prefill each different prompt once, and give every sequence a row of its own."""
     for sequence in sequences:
         sequence.start()
     prompts = list(dict.fromkeys(sequence.prompt_ids for sequence in sequences))
     row_of = {prompt: row for row, prompt in enumerate(prompts)}
-    cache = new_cache(model, len(sequences), max(len(s.prompt_ids) + s.max_new_tokens for s in sequences))
+    cache = model.new_cache(len(sequences), max(len(s.prompt_ids) + s.max_new_tokens for s in sequences))
     cache.take(range(len(prompts)))
     wanted = [s.params.prompt_logprobs for s in sequences if s.params.prompt_logprobs is not None]
     logits_PV, logprobs = prefill(model, prompts, cache, max(wanted, default=None))
@@ -138,7 +134,7 @@ def _choose(logits_AV: Tensor, active: Sequence[GeneratedSequence]) -> list[int]
 
 
 @torch.inference_mode()
-def _step(model: Transformer, cache: DenseCache, token_ids: Sequence[int]) -> Tensor:
+def _step(model: Model, cache: DenseCache, token_ids: Sequence[int]) -> Tensor:
     """Run one token of each row; return the next logits, [A, V]."""
     ids_A1 = torch.tensor(token_ids, device=cache.keys.device)[:, None]
     return model(ids_A1, cache=cache, last_only=True)[:, 0]

@@ -25,12 +25,15 @@ from torch import Tensor
 from microllm.config import DtypeName, ModelConfig
 from microllm.errors import ConfigError, ModelNotFoundError, RequestError, UnavailableError
 from microllm.inference.completion import Completion, Score, StreamPiece
-from microllm.inference.generator import generate_tokens, new_cache, prefill
+from microllm.inference.generator import generate_tokens, prefill
+from microllm.inference.plan import Plan
 from microllm.inference.sequence import IF_NOT_FINITE, GeneratedSequence
 from microllm.model import Transformer, load_model
 from microllm.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from microllm.inference.plan_weights import PlanPrecision
+    from microllm.io.checkpoint import Checkpoint
     from microllm.io.hf_config import GenerationDefaults
     from microllm.io.tokenizer import Tokenizer
 
@@ -39,13 +42,18 @@ Message = Mapping[str, object]
 MAX_ROWS = 32
 """Sequences that run as one batch; further ones wait for the next batch."""
 PRECISIONS: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+PACKED_PRECISIONS = ("int8", "int4")
 
 
-def load(name: str | Path, *, device: str = "auto", precision: str = "auto") -> LLM:
+def load(
+    name: str | Path, *, device: str = "auto", precision: str = "auto", num_threads: int | None = None
+) -> LLM:  # fmt: skip
     """Return the model called ``name``: "demo", a directory, a GGUF file, or a name in the local Hugging Face cache.
 
     device: "auto" is the first GPU where there is one, else the CPU; or "cpu", "cuda", "cuda:1".
-    precision: "auto" is the checkpoint's own on a GPU and fp32 on a CPU; or "fp32", "bf16", "fp16".
+    precision: "auto" is the checkpoint's own on a GPU; on a CPU it is int4 for a GGUF file whose layers are in four-bit
+        blocks, else fp32. Or "fp32", "bf16", "fp16"; and on a CPU "int8", "int4".
+    num_threads: of torch on the CPU, for the whole process; None leaves them as they are.
 
     Raises:
         ModelNotFoundError: no such model; the text suggests near names.
@@ -53,6 +61,7 @@ def load(name: str | Path, *, device: str = "auto", precision: str = "auto") -> 
         UnavailableError: the device is not there.
     """
     # Readers load with the first model, so that `import microllm` stays light.
+    from microllm.inference.plan_loading import is_four_bit, load_plan  # noqa: PLC0415
     from microllm.io.checkpoint import open_checkpoint  # noqa: PLC0415
     from microllm.io.resolve import resolve_model  # noqa: PLC0415
     from microllm.io.tokenizer import load_tokenizer  # noqa: PLC0415
@@ -60,14 +69,26 @@ def load(name: str | Path, *, device: str = "auto", precision: str = "auto") -> 
     if not isinstance(name, str | Path):
         raise ModelNotFoundError(f"got a model name of type {type(name).__name__}; need text or a Path")
     place = choose_device(device)
-    if precision not in ("auto", *PRECISIONS):
-        raise ConfigError(f"got precision {precision!r}; need auto or one of {', '.join(PRECISIONS)}")
+    known = (*PRECISIONS, *PACKED_PRECISIONS) if place.type == "cpu" else tuple(PRECISIONS)
+    if precision not in ("auto", *known):
+        raise ConfigError(
+            f"got precision {precision!r}; need auto or one of {', '.join(known)} on a {place.type} device"
+        )
+    if num_threads is not None:
+        if num_threads < 1:
+            raise ConfigError(f"got num_threads={num_threads}; need at least 1, or None")
+        torch.set_num_threads(num_threads)
     source = resolve_model(str(name))
     checkpoint = open_checkpoint(source)
-    own: DtypeName = checkpoint.config.dtype if place.type == "cuda" else "float32"
-    dtype: torch.dtype = getattr(torch, PRECISIONS.get(precision, own))
-    model = load_model(checkpoint, dtype=dtype, device=place)
-    return LLM(model, load_tokenizer(source), defaults=checkpoint.generation, name=source.name)
+    if place.type == "cpu" and precision != "fp16":
+        chosen = ("int4" if is_four_bit(checkpoint) else "fp32") if precision == "auto" else precision
+        model = load_plan(checkpoint, cast("PlanPrecision", chosen))
+    else:
+        dtype: torch.dtype = getattr(torch, PRECISIONS.get(precision, checkpoint.config.dtype))
+        model = load_model(checkpoint, dtype=dtype, device=place)
+    return LLM(
+        model, load_tokenizer(source), defaults=checkpoint.generation, name=source.name, checkpoint=checkpoint
+    )  # fmt: skip
 
 
 def choose_device(device: str) -> torch.device:
@@ -100,10 +121,11 @@ class LLM:
     """
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, *, defaults: GenerationDefaults | None = None, name: str = ""
-    ) -> None:
+        self, model: Transformer | Plan, tokenizer: Tokenizer, *, defaults: GenerationDefaults | None = None,
+        name: str = "", checkpoint: Checkpoint | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self._defaults = defaults
+        self._defaults, self._checkpoint = defaults, checkpoint
         ids = {*model.config.eos_token_ids, *tokenizer.eos_ids, *(defaults.eos_token_ids if defaults else ())}
         self.eos_ids = frozenset(i for i in ids if i < model.config.vocab_size)
 
@@ -115,12 +137,28 @@ class LLM:
     @property
     def device(self) -> torch.device:
         """Return where the model is."""
-        return self.model.norm.weight.device
+        return self.model.rotary.inv_freq_P.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return what the model computes in."""
-        return self.model.norm.weight.dtype
+        """Return what the stream between layers, and the cache, are in."""
+        return torch.float32 if isinstance(self.model, Plan) else self.model.norm.weight.dtype
+
+    @property
+    def precision(self) -> str:
+        """Return what the weights are in: fp32, bf16, fp16, int8 or int4."""
+        if isinstance(self.model, Plan):
+            return self.model.weights.precision
+        names = {dtype: name for name, dtype in PRECISIONS.items()}
+        return names[cast("DtypeName", str(self.dtype).removeprefix("torch."))]
+
+    @cached_property
+    def transformer(self) -> Transformer:
+        """Return the model as a ``Transformer``: its own, or, of packed weights, the file's in fp32, loaded now."""
+        if not isinstance(self.model, Plan):
+            return self.model
+        assert self._checkpoint is not None, "a plan comes from a checkpoint"
+        return load_model(self._checkpoint, dtype=torch.float32)
 
     @property
     def default_params(self) -> SamplingParams:
@@ -213,7 +251,7 @@ class LLM:
         return scores[0] if is_one else scores
 
     def _score(self, ids: tuple[int, ...]) -> Score:
-        _, (entries,) = prefill(self.model, [ids], new_cache(self.model, 1, len(ids)), num_top=0)
+        _, (entries,) = prefill(self.model, [ids], self.model.new_cache(1, len(ids)), num_top=0)
         logprobs = tuple(entry and entry.logprob for entry in entries)
         spoiled = next((i for i, x in enumerate(logprobs) if x is not None and not math.isfinite(x)), None)
         if spoiled is not None:
@@ -284,7 +322,7 @@ class CompletionStream(Iterator[StreamPiece]):
     Another thread may close it: that waits for the step that runs, if any.
     """
 
-    def __init__(self, model: Transformer, sequence: GeneratedSequence) -> None:
+    def __init__(self, model: Transformer | Plan, sequence: GeneratedSequence) -> None:
         self._sequence = sequence
         self._steps = generate_tokens(model, [sequence])
         self._lock = threading.RLock()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from microllm.config import DTYPE_BYTES, ModelConfig
 from microllm.errors import CheckpointError, ConfigError, LoadError
-from microllm.io.gguf import GGUFSource, config_from_gguf
+from microllm.io.gguf import PACKED_FORMATS, GGUFSource, config_from_gguf
 from microllm.io.hf_config import (
     MAX_CONFIG_BYTES,
     GenerationDefaults,
@@ -192,17 +192,44 @@ def check_tensors(
     return _Plan(shapes, checkpoint.tensors.infos, name_map or {}).report()
 
 
-def read_tensors(
+class Weights:
+    """A checkpoint's tensors by run-time name, judged from headers; payload is read when it is asked for."""
+
+    def __init__(self, tensors: TensorSource, moves: Mapping[str, tuple[str, bool]]) -> None:
+        self._tensors, self._moves = tensors, moves
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor on the CPU; a transposed one comes as a view, a packed GGUF tensor as float32."""
+        stored, transpose = self._moves[name]
+        return self._tensors.read(stored).T if transpose else self._tensors.read(stored)
+
+    def packed_type(self, name: str) -> str | None:
+        """Return the type of a tensor's blocks where the file packs it in a type that is kept so, else None."""
+        stored, transpose = self._moves[name]
+        dtype = self._tensors.infos[stored].dtype
+        return dtype if isinstance(self._tensors, GGUFSource) and dtype in PACKED_FORMATS and not transpose else None
+
+    def read_packed(self, name: str) -> Tensor:
+        """Return a packed tensor's blocks as stored: uint8 [rows, bytes of a row]."""
+        assert isinstance(self._tensors, GGUFSource), f"{name} is not packed"
+        return self._tensors.read_packed(self._moves[name][0])[0]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        order = {stored: position for position, stored in enumerate(self._tensors.infos)}
+        for name in sorted(self._moves, key=lambda name: order[self._moves[name][0]]):
+            yield name, self.read(name)
+
+
+def open_weights(
     checkpoint: Checkpoint,
     shapes: Mapping[str, tuple[int, ...]],
     *,
     strict: bool = True,
     name_map: Mapping[str, MapEntry] | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Return an iterator over (run-time name, CPU tensor), in file order, one tensor in memory at a time.
+) -> Weights:
+    """Return the tensors that fill ``shapes`` (run-time names), once all of them have been judged.
 
-    The judgement comes first, when this function is called. ``strict=False`` hands out what fits; the report of
-    what does not is ``check_tensors``'. A transposed tensor comes as a view.
+    ``strict=False`` hands out what fits; the report of what does not is ``check_tensors``'.
 
     Numbers: values and dtype as stored; a packed GGUF tensor comes as float32
     Raises:
@@ -219,13 +246,21 @@ def read_tensors(
             f"got {plan.alias[1]} that differs from {plan.alias[0]} in {checkpoint.source.path}, whose config "
             "ties them; need equal bytes, or tie_word_embeddings false"
         )
-    return _stream(checkpoint.tensors, plan.moves)
+    return Weights(checkpoint.tensors, plan.moves)
 
 
-def _stream(tensors: TensorSource, moves: Mapping[str, tuple[str, bool]]) -> Iterator[tuple[str, Tensor]]:
-    order = {stored: position for position, stored in enumerate(tensors.infos)}
-    for name, (stored, transpose) in sorted(moves.items(), key=lambda move: order[move[1][0]]):
-        yield name, tensors.read(stored).T if transpose else tensors.read(stored)
+def read_tensors(
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    strict: bool = True,
+    name_map: Mapping[str, MapEntry] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Return an iterator over (run-time name, CPU tensor), in file order, one tensor in memory at a time.
+
+    The judgement comes first, when this function is called: it is ``open_weights``'.
+    """
+    return iter(open_weights(checkpoint, shapes, strict=strict, name_map=name_map))
 
 
 def _same_bytes(tensors: TensorSource, first: str, second: str) -> bool:

@@ -147,6 +147,11 @@ class Transformer(nn.Module):
         """Return the matrix that gives logits: the head's own, or the embedding's where they are tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
+    def new_cache(self, num_rows: int, capacity: int) -> DenseCache:
+        """Return an empty cache of the model's own dtype, where the model is."""
+        weight = self.norm.weight
+        return DenseCache(self.config, num_rows, capacity, dtype=weight.dtype, device=weight.device)
+
     def initialise(self, seed: int, std: float = 0.02) -> Transformer:
         """Fill matrices with normal values of ``std``, norms with one and biases with zero; return self."""
         generator = torch.Generator(device=self.norm.weight.device).manual_seed(seed)

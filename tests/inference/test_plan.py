@@ -1,0 +1,318 @@
+"""The plan gives what the Transformer gives: every family, prompts in chunks, one token at a time, batches."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from microllm import SamplingParams, load
+from microllm.config import ModelConfig
+from microllm.errors import ConfigError, RequestError
+from microllm.inference import packed_file, plan_weights
+from microllm.inference.plan import Plan
+from microllm.inference.plan_loading import is_four_bit, pack_checkpoint, probe_wide_dtype
+from microllm.io.checkpoint import open_checkpoint, save_checkpoint
+from microllm.io.resolve import ModelSource, resolve_model
+from microllm.model import Transformer, load_model
+from microllm.model.transformer import Linear
+from microllm.ops.packed import rounded
+
+CONTEXT = 320
+TINY = ModelConfig(
+    family="llama", vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
+)  # fmt: skip
+FAMILIES = {
+    "llama": TINY,
+    "llama untied, biased": replace(TINY, tie_word_embeddings=False, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "qwen2": replace(TINY, family="qwen2", qkv_bias=True),
+    "qwen3": replace(TINY, family="qwen3", qk_norm=True, head_dim=32, num_key_value_heads=4),
+}
+TOLERANCE = {"fp32": 2e-5, "bf16": 0.05, "int8": 0.05, "int4": 0.05}
+
+
+def checkpoint_of(config, directory, seed=0):
+    model = Transformer(config).initialise(seed, std=0.2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+    save_checkpoint(directory, config, model.state_dict())
+    return open_checkpoint(ModelSource("tiny", directory, "directory"))
+
+
+def plan_of(checkpoint, precision):
+    wide = torch.float32 if precision == "fp32" else torch.bfloat16
+    return Plan(pack_checkpoint(checkpoint, precision, wide_dtype=wide), wide_dtype=wide)
+
+
+def rounded_model(checkpoint, precision):
+    """Return the model with each matrix rounded as the plan rounds it; the table stays as it is."""
+    model = load_model(checkpoint)
+    head = model.head_weight_VD.detach().clone()
+    if precision in ("int8", "int4"):
+        with torch.no_grad():
+            for layer in model.layers:
+                for matrix in layer.parameters():
+                    if matrix.dim() == 2:
+                        matrix.copy_(rounded(matrix, 4 if precision == "int4" else 8))
+        model.lm_head = Linear(model.config.hidden_size, model.config.vocab_size, bias=False, like=head)
+        model.lm_head.weight = torch.nn.Parameter(rounded(head, 8), requires_grad=False)
+    return model
+
+
+def relative(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request, tmp_path):
+    checkpoint = checkpoint_of(FAMILIES[request.param], tmp_path / "m")
+    return checkpoint, load_model(checkpoint)
+
+
+@pytest.mark.parametrize("precision", list(TOLERANCE))
+@torch.no_grad()
+def test_prompts_and_single_tokens_give_the_models_logits(family, precision):
+    checkpoint, model = family[0], rounded_model(family[0], precision)
+    plan, ids = plan_of(checkpoint, precision), torch.randint(0, 160, (1, 300))
+    expected = model(ids)[0]
+    assert relative(plan(ids)[0], expected) < TOLERANCE[precision]
+    cache, found = plan.new_cache(1, 300), []
+    for start, end in [(0, 1), (1, 131), (131, 140), *((i, i + 1) for i in range(140, 300))]:
+        found.append(plan(ids[:, start:end], cache=cache)[0])
+    assert relative(torch.cat(found), expected) < TOLERANCE[precision]
+
+
+@torch.no_grad()
+def test_rows_of_a_batch_keep_to_themselves(family):
+    checkpoint, model = family
+    plan, ids = plan_of(checkpoint, "fp32"), torch.randint(0, 160, (3, 12))
+    lengths = torch.tensor([12, 5, 9])
+    caches = plan.new_cache(3, 40), model.new_cache(3, 40)
+    for last_only in (True, False):
+        found, expected = (
+            m(ids, cache=c, num_tokens_B=lengths, last_only=last_only)
+            for m, c in zip((plan, model), caches, strict=True)
+        )
+        real = torch.ones(3, 12, dtype=torch.bool) if last_only else torch.arange(12) < lengths[:, None]
+        assert relative(found[real[:, : found.shape[1]]], expected[real[:, : found.shape[1]]]) < 2e-5
+    for cache in caches:
+        cache.take([2, 0])
+    assert relative(plan(ids[:2, :1], cache=caches[0]), model(ids[:2, :1], cache=caches[1])) < 2e-5
+    for cache in caches:
+        cache.take([1])
+    for token in range(4):
+        one = ids[:1, token : token + 1]
+        assert relative(plan(one, cache=caches[0]), model(one, cache=caches[1])) < 2e-5
+
+
+def test_a_step_goes_with_its_cache_and_refuses_a_full_one(tmp_path):
+    plan = plan_of(checkpoint_of(TINY, tmp_path / "m"), "fp32")
+    cache = plan.new_cache(1, 2)
+    for _ in range(2):
+        plan(torch.tensor([[3]]), cache=cache)
+    with pytest.raises(RequestError, match="make the cache larger"):
+        plan(torch.tensor([[3]]), cache=cache)
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+    assert not plan._steps
+    with pytest.raises(RequestError, match="at least one token"):
+        plan(torch.zeros(1, 0, dtype=torch.int64))
+    with pytest.raises(RequestError, match=str(CONTEXT)):
+        plan(torch.zeros(1, CONTEXT + 1, dtype=torch.int64))
+
+
+def test_two_caches_do_not_know_each_other(tmp_path):
+    plan = plan_of(checkpoint_of(TINY, tmp_path / "m"), "int4")
+    ids = torch.randint(0, 160, (2, 8))
+    alone = []
+    for row in ids:
+        cache = plan.new_cache(1, 8)
+        alone.append(torch.stack([plan(token.view(1, 1), cache=cache)[0, 0] for token in row]))
+    caches = [plan.new_cache(1, 8) for _ in range(2)]
+    mixed = [[plan(row[t].view(1, 1), cache=c)[0, 0] for row, c in zip(ids, caches, strict=True)] for t in range(8)]
+    for row in range(2):
+        assert torch.equal(torch.stack([step[row] for step in mixed]), alone[row])
+
+
+def test_non_finite_weights_reach_the_logits_and_no_exception(tmp_path):
+    checkpoint = checkpoint_of(TINY, tmp_path / "m")
+    plan = plan_of(checkpoint, "fp32")
+    for value in (torch.nan, torch.inf):
+        plan.weights.layers[0].input_norm[0] = value
+        cache = plan.new_cache(1, 4)
+        assert not plan(torch.tensor([[3, 4]]), cache=cache, last_only=True).isfinite().all()
+        assert not plan(torch.tensor([[3]]), cache=cache).isfinite().all()
+
+
+# ---- the real model, and its packed form on the disk
+
+
+@pytest.fixture(scope="module")
+def packed_demo(tmp_path_factory):
+    """The demo with a cache of packed weights of its own."""
+    home = tmp_path_factory.mktemp("packed")
+    source = resolve_model("demo")
+    file = packed_file.PackedFile(home, source.path, "int4")
+    weights = pack_checkpoint(open_checkpoint(source), "int4", wide_dtype=torch.bfloat16, packed_file=file)
+    return home, source, weights
+
+
+def test_auto_takes_the_demos_blocks_as_they_are(demo):
+    checkpoint = open_checkpoint(resolve_model("demo"))
+    assert is_four_bit(checkpoint)
+    llm = load("demo", device="cpu")
+    assert (llm.precision, llm.dtype) == ("int4", torch.float32)
+    assert llm.model.weights.kernels == {"torch int4": 121}
+    params = SamplingParams(temperature=0, max_tokens=12)
+    text = "Question: What is the capital of France?\nAnswer: The capital of France is"
+    assert "Paris" in llm.generate(text, params).text
+    assert llm.generate(text, params).token_ids == llm.generate(text, params).token_ids
+    assert isinstance(demo.model, Plan)
+    assert isinstance(llm.transformer, Transformer)
+
+
+def test_a_second_load_packs_nothing_and_gives_the_same_bits(packed_demo, monkeypatch):
+    home, source, weights = packed_demo
+    monkeypatch.setattr(plan_weights, "int4_planes", lambda *_: pytest.fail("packed again"))
+    again = packed_file.PackedFile(home, source.path, "int4")
+    loaded = pack_checkpoint(open_checkpoint(source), "int4", wide_dtype=torch.bfloat16, packed_file=again)
+    ids = torch.tensor([[1, 500, 9000]])
+    first, second = (Plan(w, wide_dtype=torch.bfloat16)(ids) for w in (weights, loaded))
+    assert torch.equal(first, second)
+    assert [p.name for p in home.iterdir()] == [again.path.name]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "another key", "gone"])
+def test_a_damaged_packed_file_is_made_anew(damage, tmp_path):
+    source = tmp_path / "model.gguf"
+    source.write_bytes(b"some model")
+    planes = [(torch.ones(16, 16, dtype=torch.uint8), torch.ones(1, 16, 2, dtype=torch.bfloat16))]
+    file = packed_file.PackedFile(tmp_path / "packed", source, "int4")
+    file.facts["wide_dtype"] = "bfloat16"
+    file.add("a", planes)
+    file.save()
+    again = packed_file.PackedFile(tmp_path / "packed", source, "int4")
+    assert again.facts == {"wide_dtype": "bfloat16"}
+    assert torch.equal(again.planes("a", 1)[0][0], planes[0][0])
+    assert again.planes("a", 2) is None
+    assert again.planes("b", 1) is None
+    whole = file.path.read_bytes()
+    match damage:
+        case "truncated":
+            file.path.write_bytes(whole[:-10])
+        case "garbage":
+            file.path.write_bytes(os.urandom(len(whole)))
+        case "empty":
+            file.path.write_bytes(b"")
+        case "another key":
+            file.path.write_bytes(whole.replace(b"int4", b"int8"))
+        case "gone":
+            file.path.unlink()
+    assert packed_file.PackedFile(tmp_path / "packed", source, "int4").planes("a", 1) is None
+
+
+def test_packed_files_are_named_by_content_and_few_stay(tmp_path):
+    source, home = tmp_path / "model.gguf", tmp_path / "packed"
+    for content in range(6):
+        source.write_bytes(bytes([content]))
+        file = packed_file.PackedFile(home, source, "int4")
+        assert file.planes("a", 1) is None
+        file.add("a", [(torch.ones(1), torch.ones(1))])
+        file.save()
+        os.utime(file.path, (content, content))
+    assert len(list(home.iterdir())) == packed_file._KEEP
+
+
+def test_a_place_that_takes_no_file_only_costs_the_time(tmp_path):
+    source = tmp_path / "model.gguf"
+    source.write_bytes(b"some model")
+    (tmp_path / "packed").write_text("a file where the directory should be")
+    file = packed_file.PackedFile(tmp_path / "packed", source, "int4")
+    file.add("a", [(torch.ones(1), torch.ones(1))])
+    file.save()
+    assert (tmp_path / "packed").read_text().startswith("a file")
+
+
+def test_other_processors_take_other_kernels_and_say_so(tmp_path):
+    """As on a machine without AVX-512: torch and oneDNN held to AVX2, and to nothing, in processes of their own."""
+    checkpoint_of(TINY, tmp_path / "m")
+    code = f"""if True:
+        import json, torch
+        from pathlib import Path
+        from tests_plan import checkpoint_at, plan_of
+        found = {{}}
+        for precision in ("fp32", "int4"):
+            plan = plan_of(checkpoint_at({str(tmp_path / "m")!r}), precision)
+            ids = torch.arange(40)[None]
+            cache = plan.new_cache(1, 41)
+            logits = plan(ids, cache=cache)[0, -1], plan(ids[:, :1], cache=cache)[0, -1]
+            found[precision] = [plan.weights.kernels, torch.stack(logits).tolist()]
+        print(json.dumps(found))
+    """
+    (tmp_path / "tests_plan.py").write_text(
+        "import torch\nfrom pathlib import Path\nfrom microllm.io.checkpoint import open_checkpoint\n"
+        "from microllm.io.resolve import ModelSource\nfrom microllm.inference.plan import Plan\n"
+        "from microllm.inference.plan_loading import pack_checkpoint\n"
+        "def checkpoint_at(path): return open_checkpoint(ModelSource('tiny', Path(path), 'directory'))\n"
+        "def plan_of(c, p): return Plan(pack_checkpoint(c, p, wide_dtype=torch.float32), wide_dtype=torch.float32)\n"
+    )
+    source = ModelSource("tiny", tmp_path / "m", "directory")
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        both = {p: rounded_model(open_checkpoint(source), p) for p in ("fp32", "int4")}
+        expected = {p: torch.stack((m(ids)[0, -1], m(torch.cat((ids, ids[:, :1]), 1))[0, -1])) for p, m in both.items()}
+    for limits in (
+        {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+        {"ATEN_CPU_CAPABILITY": "default", "TORCH_MKLDNN_MATMUL_MIN_DIM": "1"},
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | limits | {"PYTHONPATH": str(tmp_path)}, capture_output=True,
+            text=True, check=True, timeout=120,
+        )  # fmt: skip
+        for precision, (kernels, logits) in json.loads(done.stdout).items():
+            assert relative(torch.tensor(logits), expected[precision]) < TOLERANCE[precision]
+            assert sum(kernels.values()) == 9
+            assert all(name.startswith(("oneDNN", "torch")) for name in kernels)
+
+
+def test_the_probe_chooses_the_faster_of_what_it_timed():
+    facts = probe_wide_dtype(TINY)
+    times = {name.removesuffix("_ms"): took for name, took in facts.items() if name.endswith("_ms")}
+    assert facts["wide_dtype"] == min(times, key=times.get)
+    assert "float32" in times
+
+
+def test_load_refuses_what_the_cpu_path_has_not(tmp_path):
+    for options, words in (
+        ({"precision": "int3"}, "int3"),
+        ({"num_threads": 0}, "num_threads=0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load("demo", device="cpu", **options)
+
+
+def test_num_threads_is_the_processs(tmp_path):
+    before = torch.get_num_threads()
+    try:
+        load("demo", device="cpu", num_threads=1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_saved_planes_are_plain_safetensors(packed_demo):
+    home, _, _ = packed_demo
+    (path,) = home.iterdir()
+    names = load_file(path).keys()
+    assert {"layers.0.qkv.0.codes", "head.1.scales"} <= set(names)

@@ -1,0 +1,98 @@
+"""Packed weights: what they hold is what was stored, and one row, few rows and many rows agree."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from microllm.errors import OperatorError
+from microllm.ops.packed import DenseWeight, Int4Weight, int4_planes, quantised_planes, rounded
+
+N, K = 48, 96
+
+
+def held(planes) -> torch.Tensor:
+    """What the planes hold, read out by multiplying one-hot rows."""
+    one = torch.zeros(1, K)
+    product = Int4Weight(planes, None, lambda: pytest.fail("one row takes no wide weight")).bind(one)
+    columns = []
+    for k in range(K):
+        one.zero_()[0, k] = 1
+        columns.append(product().float().clone()[0])
+    return torch.stack(columns, dim=1)
+
+
+def stored(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    w = np.random.default_rng(0).normal(size=(N, K)).astype(np.float32)
+    ggml = gguf.GGMLQuantizationType[kind.upper()]
+    blocks = gguf.quants.quantize(w, ggml)
+    return torch.from_numpy(blocks), torch.from_numpy(gguf.quants.dequantize(blocks, ggml))
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0"])
+def test_blocks_of_a_file_are_held_to_the_rounding_of_their_scales(kind):
+    blocks, w = stored(kind)
+    planes = int4_planes(blocks, kind)
+    assert len(planes) == (2 if kind == "q8_0" else 1)
+    group_largest = w.abs().unflatten(1, (-1, 32)).amax(-1, keepdim=True).expand(-1, -1, 32).flatten(1)
+    assert ((held(planes) - w).abs() <= 2**-7 * group_largest).all()
+
+
+@pytest.mark.parametrize(("bits", "step"), [(4, 1 / 15), (8, 1 / 127)])
+def test_floats_round_to_the_nearest_step(bits, step):
+    w = torch.randn(N, K)
+    groups = w.unflatten(1, (-1, 32))
+    span = groups.amax(-1) - groups.amin(-1) if bits == 4 else groups.abs().amax(-1)
+    bound = (0.5 * step * span + 2**-7 * groups.abs().amax(-1))[..., None].expand(-1, -1, 32).flatten(1)
+    error = (held(quantised_planes(w, bits)) - w).abs()
+    assert (error <= bound).all()
+    assert error.max() > 0
+    assert ((rounded(w, bits) - w).abs() <= 0.501 * step * span[..., None].expand(-1, -1, 32).flatten(1)).all()
+
+
+def test_constant_and_zero_groups_are_exact():
+    w = torch.cat((torch.zeros(N, 32), torch.full((N, 32), 0.5), torch.full((N, 32), -2.0)), dim=1)
+    for bits in (4, 8):
+        assert torch.allclose(held(quantised_planes(w, bits)), w, atol=1e-2)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "q4_1", "q8_0"])
+def test_any_number_of_rows_agrees_with_the_plain_product(kind, with_bias):
+    bias = torch.randn(N) if with_bias else None
+    if kind.startswith("q"):
+        blocks, w = stored(kind)
+        weight = Int4Weight(int4_planes(blocks, kind), bias, lambda: w.bfloat16())
+    else:
+        w = torch.randn(N, K)
+        weight = DenseWeight(w.to(getattr(torch, kind)), bias)
+    tolerance = 1e-4 if kind == "float32" else 0.06 * w.std().item() * K**0.5
+    for num_rows in (1, 2, 7, 8, 9, 33):
+        x = torch.randn(num_rows, K)
+        expected = functional.linear(x, w, bias)
+        assert (weight(x).float() - expected).abs().max() <= tolerance
+    one = torch.randn(1, K)
+    product = weight.bind(one)
+    for _ in range(2):
+        one.copy_(torch.randn(1, K))
+        assert (product().float() - functional.linear(one, w, bias)).abs().max() <= tolerance
+
+
+def test_the_wide_weight_is_made_once_and_only_for_many_rows():
+    w, made = torch.randn(N, K), []
+    weight = Int4Weight(quantised_planes(w, 4), None, lambda: made.append(1) or w)
+    weight(torch.randn(8, K))
+    assert not made
+    weight(torch.randn(9, K))
+    weight(torch.randn(20, K))
+    assert made == [1]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "kind"),
+    [(torch.zeros(16, 20, dtype=torch.uint8), "q6_k"), (torch.zeros(15, 20, dtype=torch.uint8), "q4_1")],
+)
+def test_what_cannot_be_packed_is_refused(blocks, kind):
+    with pytest.raises(OperatorError, match="pack it as floats"):
+        int4_planes(blocks, kind)
