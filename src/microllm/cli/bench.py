@@ -2,45 +2,91 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from microllm.lab.bench import BenchConfig, Workload
+from microllm.lab.quality import QualityConfig
 from microllm.lab.roofline import RooflineConfig
 from microllm.lab.startup import StartupConfig
 
 if TYPE_CHECKING:
     from microllm.evidence.rows import Row
 
+Json = Annotated[bool, tyro.conf.arg(name="json", help="Print each row as one JSON line instead of text.")]
+Out = Annotated[Path | None, tyro.conf.arg(help="Append the rows to this JSONL file.")]
+Repeated = tyro.conf.UseAppendAction  # --peer llama.cpp --peer transformers
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchDecode:
+    """Tokens a second of greedy decoding, beside other engines on the same file, threads and tokens."""
+
+    config: Repeated[BenchConfig] = field(default_factory=BenchConfig)
+    as_json: Json = False
+
+    def run(self) -> int:
+        """Print every arm, then every comparison."""
+        return _run_bench("decode", self.config, as_json=self.as_json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchPrefill:
+    """Tokens a second of a prompt up to its first token, beside other engines on the same file, threads and tokens."""
+
+    config: Repeated[BenchConfig] = field(default_factory=BenchConfig)
+    as_json: Json = False
+
+    def run(self) -> int:
+        """Print every arm, then every comparison."""
+        return _run_bench("prefill", self.config, as_json=self.as_json)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchStartup:
-    """Time from process start to the first token, and the peak memory of the process."""
+    """Time from process start to the first token, and the peak memory of the process, beside other engines."""
 
-    config: StartupConfig = field(default_factory=StartupConfig)
-    out: Path | None = None
-    """Append the row to this JSONL file."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print the row as one JSON line instead of text."""
+    config: Repeated[StartupConfig] = field(default_factory=StartupConfig)
+    out: Out = None
+    as_json: Json = False
 
     def run(self) -> int:
         """Print the medians."""
         from microllm.evidence.rows import write_row
         from microllm.lab.startup import measure_startup
 
-        found = measure_startup(self.config)
+        found = measure_startup(self.config, _progress)
         if self.out is not None:
-            write_row(self.out, found.row)
+            for row in found.rows:
+                write_row(self.out, row)
         if self.as_json:
-            print(found.row.model_dump_json())
+            _show(found.rows, as_json=True)
             return 0
-        times = ", ".join(f"{s:.2f}" for s in found.first_token_s)
-        print(f"first token after {found.median_first_token_s:.2f} s (median of {times}; warm disk cache)")
-        print(f"of which import torch alone takes {found.import_torch_s:.2f} s")
-        print(f"peak memory {found.peak_bytes / 2**20:,.0f} MiB")
+        for starts in found.starts:
+            print(f"{starts.name}: {starts.describe()}")
+        print(f"import torch alone takes {found.import_torch_s:.2f} s; every disk cache was warm")
         return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchQuality:
+    """Does a precision choose what fp32 chooses on real text? Exit 1 if not; precision auto reads the receipts."""
+
+    config: Repeated[QualityConfig] = field(default_factory=QualityConfig)
+    as_json: Json = False
+
+    def run(self) -> int:
+        """Print the receipts."""
+        from microllm.lab.quality import measure_quality, quality_table
+
+        rows = measure_quality(self.config, _progress)
+        print("\n".join(row.model_dump_json() for row in rows) if self.as_json else quality_table(rows), flush=True)
+        return 0 if all(row.passed for row in rows) else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +96,7 @@ class BenchRoofline:
     config: RooflineConfig = field(default_factory=RooflineConfig)
     quick: bool = False
     """A few sizes and short rounds, for a first look: printed, not recorded."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print each row as one JSON line instead of a table."""
+    as_json: Json = False
 
     def run(self) -> int:
         """Print the rows."""
@@ -61,7 +106,26 @@ class BenchRoofline:
         return 0
 
 
-def _show(rows: list[Row], *, as_json: bool) -> None:
+def _run_bench(workload: Workload, config: BenchConfig, *, as_json: bool) -> int:
+    from microllm.lab.bench import measure_bench
+
+    found = measure_bench(workload, config, _progress)
+    if as_json:
+        _show(found.rows, as_json=True)
+    else:
+        print(found.table())
+        for pair in found.pairs:
+            print(pair.describe())
+    return 0
+
+
+def _progress(text: str) -> None:
+    """Show one line at a time on a terminal, and nothing elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="\r", file=sys.stderr, flush=True)
+
+
+def _show(rows: Sequence[Row], *, as_json: bool) -> None:
     from microllm.evidence.rows import rows_table
 
     if as_json:
@@ -76,7 +140,10 @@ class Bench:
     """Measure, and say under which conditions."""
 
     benchmark: (
-        Annotated[BenchStartup, tyro.conf.subcommand("startup")]
+        Annotated[BenchDecode, tyro.conf.subcommand("decode")]
+        | Annotated[BenchPrefill, tyro.conf.subcommand("prefill")]
+        | Annotated[BenchStartup, tyro.conf.subcommand("startup")]
+        | Annotated[BenchQuality, tyro.conf.subcommand("quality")]
         | Annotated[BenchRoofline, tyro.conf.subcommand("roofline")]
     )
 

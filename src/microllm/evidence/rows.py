@@ -27,6 +27,8 @@ HIGHER_IS_BETTER: dict[str, bool] = {
     "s": False, "ms": False, "us": False, "bytes": False, "MiB": False, "GiB": False,
 }  # fmt: skip
 """Every unit a row may have, and which way is better: ratios above 1 always mean that ours is."""
+QUALITY_FILE = "quality.jsonl"
+"""The one file beside the rows whose lines are no rows: receipts of the quality gate (``lab/quality``)."""
 _MARK = re.compile(r"(^<!-- table:([\w-]+) -->\n)((?:(?!^<!-- table:).)*?)(^<!-- /table -->)", re.DOTALL | re.MULTILINE)
 _OPENING = re.compile(r"^<!-- table:.*", re.MULTILINE)
 
@@ -130,13 +132,14 @@ def parse_row(line: str) -> Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a file, or of all ``*.jsonl`` in a folder, in order.
+    """Return the rows of a file, or of all ``*.jsonl`` in a folder but the quality receipts, in order.
 
     Raises:
         EvidenceError: a row does not fit its model or its digest; the text names file and line.
     """
     rows = []
-    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
+    files = [file for file in sorted(path.glob("*.jsonl")) if file.name != QUALITY_FILE] if path.is_dir() else [path]
+    for file in files:
         for number, line in enumerate(read_lines(file), 1):
             try:
                 rows.append(parse_row(line))

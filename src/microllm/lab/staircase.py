@@ -17,12 +17,13 @@ from typing import Any
 from microllm.errors import EvidenceError, MissingExtraError
 from microllm.evidence.calibration import parse_calibration
 from microllm.evidence.journal import canonical_json, read_lines, sha256_hex, write_atomic
-from microllm.evidence.rows import fill_tables, markdown_table, read_rows, rows_table
+from microllm.evidence.rows import QUALITY_FILE, fill_tables, markdown_table, read_rows, rows_table
 from microllm.evidence.statistics import geometric_mean
 from microllm.evidence.verdict import Verdict
 from microllm.lab.contract import Contract, Track, read_contract
 from microllm.lab.experiment import check_root, experiment_directories
 from microllm.lab.judgement import recompute
+from microllm.lab.quality import parse_quality_row, quality_table
 from microllm.lab.record import Records
 
 
@@ -152,8 +153,14 @@ _STYLES: tuple[tuple[str, str, str, bool, Callable[[Point], bool]], ...] = (
 
 
 def make_tables(root: Path) -> dict[str, str]:
-    """Return every table that a document may mark: ``experiments``, ``calibrations``, and each rows file's stem."""
-    tables = {path.stem: rows_table(read_rows(path)) for path in sorted((root / "rows").glob("*.jsonl"))}
+    """Return every table that a document may mark: ``experiments``, ``calibrations``, and each rows file's stem.
+
+    ``laptop`` and ``quality`` are there before their files are.
+    """
+    quality = root / "rows" / QUALITY_FILE
+    files = {*(root / "rows").glob("*.jsonl"), root / "rows" / "laptop.jsonl"} - {quality}
+    tables = {path.stem: rows_table(read_rows(path)) for path in sorted(files)}
+    tables["quality"] = quality_table([parse_quality_row(line) for line in read_lines(quality)])
     experiments, calibrations = [], []
     for contract, v, _ in _history(root):
         effect = "—" if v.effect is None else f"{v.effect:+.2%}"

@@ -15,17 +15,20 @@ from microllm.evidence.calibration import parse_calibration
 from microllm.evidence.environment import capture_environment, environment_drift
 from microllm.evidence.journal import canonical_json, read_lines
 from microllm.evidence.receipt import parse_receipt, verify_chain
+from microllm.evidence.rows import QUALITY_FILE
 from microllm.evidence.rows import parse_row as parse_benchmark_row
 from microllm.lab.contract import load_entry, read_contract
 from microllm.lab.experiment import check_root, experiment_directories
 from microllm.lab.judgement import recompute
+from microllm.lab.quality import parse_quality_row
 from microllm.lab.record import Records, parse_row
 
 SEALED_LINES: dict[str, Callable[[str], object]] = {
     "rows/*.jsonl": parse_benchmark_row,
+    f"rows/{QUALITY_FILE}": parse_quality_row,
     "calibrations.jsonl": parse_calibration,
 }
-"""Which reader each line of which file must get past; of these each line has its own digest."""
+"""Which reader each line of which file must get past, the last pattern that fits; of these each line has its digest."""
 LINE_SCHEMAS: dict[str, Callable[[str], object]] = {
     "experiments/*/rows.jsonl": parse_row,
     "experiments/*/receipts.jsonl": parse_receipt,
@@ -138,8 +141,8 @@ def _drift(directory: Path) -> Iterator[str]:
 
 
 def _bad_lines(root: Path, schemas: Mapping[str, Callable[[str], object]]) -> Iterator[str]:
-    found = [(path, parse) for pattern, parse in schemas.items() for path in sorted(root.glob(pattern))]
-    for path, parse in found:
+    found = {path: parse for pattern, parse in schemas.items() for path in sorted(root.glob(pattern))}
+    for path, parse in found.items():
         if path.read_bytes()[-1:] not in (b"", b"\n"):
             yield f"{path}: its last line is torn"
         try:
