@@ -124,7 +124,8 @@ MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 # ops +2,000: kernels with their launchers and compile cases; lab and cli +160: every kernel compiled ahead of time.
 # lab +830: benchmarks beside other engines (one worker with three arms, its protocol, the rows) and the quality gate.
 # inference +450, cli +30: packed weights, the CPU's decode plan and the packed file; io +15: weights by name, blocks as stored.
-PACKAGE_BUDGET = 18_275
+# lab +280: the operators' benchmark, its shapes and what torch has for each operator.
+PACKAGE_BUDGET = 18_555
 ROOM_BUDGET: dict[str, int] = {
     "errors": 25,
     "config": 175,
@@ -138,7 +139,7 @@ ROOM_BUDGET: dict[str, int] = {
     "inference": 1750,
     "training": 900,
     "serving": 400,
-    "lab": 3200,
+    "lab": 3480,
     "cli": 680,
     "__init__": 15,
     "__main__": 5,

@@ -286,13 +286,16 @@ class Contract:
         whole = bool(self.results) and all(r.dtypes and not r.dtypes[0].is_floating_point for r in self.results)
         return self.composite or self.autograd is not None or whole
 
-    def example(self, sizes: Sizes, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
-        """Return one valid call's arguments by name, in the operator's order, drawn on the CPU from ``seed``."""
-        generator = torch.Generator().manual_seed(seed)
+    def example(
+        self, sizes: Sizes, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
+    ) -> dict[str, Any]:
+        """Return one valid call's arguments by name, in the operator's order, drawn on ``device`` from ``seed``."""
+        generator = torch.Generator(device).manual_seed(seed)
         call: dict[str, Any] = {}
-        for arg in self.args:
-            own = dtype if not arg.dtypes or dtype in arg.dtypes else arg.dtypes[0]
-            call[arg.name] = arg.draw and arg.draw(arg.shape(sizes), sizes, own, generator)
+        with torch.device(device):
+            for arg in self.args:
+                own = dtype if not arg.dtypes or dtype in arg.dtypes else arg.dtypes[0]
+                call[arg.name] = arg.draw and arg.draw(arg.shape(sizes), sizes, own, generator)
         return call | dict(self.scalars)
 
     def num_bytes(self, sizes: Sizes, itemsize: int) -> int:
