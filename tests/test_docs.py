@@ -55,6 +55,21 @@ def test_the_engines_page_runs_and_names_what_exists():
     assert [name for name in names if f"def {name}(" not in source] == []
 
 
+def test_the_page_on_one_kernel_quotes_its_files_and_runs():
+    page = ROOT / "docs" / "one-kernel.md"
+    quoted = [block for block in blocks(page, "python") if block.startswith("# src/")]
+    assert len(quoted) >= 5
+    for block in quoted:
+        name, _, text = block.partition("\n")
+        assert text in (ROOT / name.removeprefix("# ")).read_text(), f"{name} has changed; quote it anew"
+    scope = {}
+    for block in blocks(page, "python"):
+        if block not in quoted:
+            exec(compile(block, page.name, "exec"), scope)
+    measured = any('"rms_norm"' in rows.read_text() for rows in (ROOT / "lab" / "rows").glob("*.jsonl"))
+    assert measured != ("not measured yet" in page.read_text()), "lab/rows and the page disagree; show the row there is"
+
+
 def test_readme_python_prints_what_it_shows():
     (code,) = blocks(ROOT / "README.md", "python")
     want = re.findall(r"^# -> (.*)$", code, flags=re.MULTILINE)
