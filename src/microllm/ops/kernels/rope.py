@@ -61,11 +61,7 @@ def _rotate(
             tl.store(normed_row + second, a2.to(y_ptr.dtype.element_ty), mask=ok)
             if REST > 0:
                 tl.store(normed_row + r, rest, mask=rest_ok)
-    if positions_ptr is not None:
-        at = tl.load(positions_ptr + b * position_b + t, mask=live, other=0)
-        angle = tl.minimum(tl.maximum(at, 0), C - 1) * angle_t  # a bad position reads no memory that is not a table's
-    else:
-        angle = b * angle_b + t * angle_t
+    angle = _angle(positions_ptr, b, t, angle_b, angle_t, position_b, C, live)
     cos = tl.load(cos_ptr + angle + p, mask=ok, other=0.0)
     sin = tl.load(sin_ptr + angle + p, mask=ok, other=0.0)
     if INVERSE:
@@ -74,6 +70,17 @@ def _rotate(
     tl.store(y_row + second, (a2 * cos + a1 * sin).to(y_ptr.dtype.element_ty), mask=ok)
     if REST > 0:
         tl.store(y_row + r, rest, mask=rest_ok)
+
+
+@triton.jit
+def _angle(positions_ptr, b, t, angle_b, angle_t, position_b, C, live):
+    """Return where the angles of token t of row b begin; of a bad position, somewhere in the table all the same."""
+    if positions_ptr is not None:
+        at = tl.load(positions_ptr + b * position_b + t, mask=live, other=0)
+        place = tl.minimum(tl.maximum(at, 0), C - 1) * angle_t
+    else:
+        place = b * angle_b + t * angle_t
+    return place
 
 
 @triton.jit
