@@ -76,3 +76,22 @@ def test_random_rounding_repeats_by_its_seed_and_is_even_on_average():
     assert not torch.equal(drawn, moment(3, step=2))
     assert len(drawn.unique()) == 2
     assert abs(float(drawn.double().mean()) - exact) < 2e-6 < abs(float(torch.tensor(exact).bfloat16()) - exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("beta1", [0.9, 0.3])
+@pytest.mark.parametrize("seed", [-1, 5])
+def test_the_kernel_has_the_bits_of_torchs_operators_on_a_gpu(dtype, beta1, seed):
+    shapes = ((300, 700), (5,), (1024,), ())
+    states = {}
+    for level in ("triton", "reference"):
+        torch.manual_seed(0)
+        params = [torch.randn(shape, device="cuda") for shape in shapes]
+        ms, vs = ([torch.zeros(p.shape, dtype=dtype, device="cuda") for p in params] for _ in range(2))
+        for step in range(1, 6):
+            grads = [torch.randn_like(p) for p in params]
+            with ops.use(level, "adamw"):
+                ops.adamw(params, grads, ms, vs, lr=1e-2 / step, step=step, seed=seed, **OPTIONS | {"beta1": beta1})
+        states[level] = [*params, *ms, *vs]
+    assert all(torch.equal(a, b) for a, b in zip(*states.values(), strict=True))

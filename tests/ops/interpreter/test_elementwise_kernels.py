@@ -61,7 +61,7 @@ def stepped(p, g, m, v, beta1, step):
     weight, square = torch.tensor(1 - beta1), torch.tensor(1 - OPTIONS["beta2"])
     p = p * (1 - OPTIONS["lr"] * OPTIONS["weight_decay"])
     m = (m - g) * (1 - weight) + g if weight > 0.5 else (g - m) * weight + m
-    v = g * square * g + v * torch.tensor(OPTIONS["beta2"])
+    v = square * (g * g) + v * torch.tensor(OPTIONS["beta2"])
     inverse = 1 / torch.tensor((1 - OPTIONS["beta2"] ** step) ** 0.5)
     denominator = torch.as_tensor(np.sqrt(v.numpy())) * inverse + OPTIONS["eps"]
     return m / denominator * torch.tensor(-OPTIONS["lr"] / (1 - beta1**step)) + p, m, v

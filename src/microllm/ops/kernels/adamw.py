@@ -76,7 +76,7 @@ def _step(
     weight = tl.broadcast_to(tl.cast(weight, tl.float32), g.shape)
     m = tl.fma(m - g, 1.0 - weight, g) if HEAVY else tl.fma(g - m, weight, m)
     v = _load(v_ptr, ok, MASKED, SECOND_BF16) * tl.cast(beta2, tl.float32)
-    v = tl.fma(g * tl.cast(square_weight, tl.float32), g, v)
+    v = tl.fma(tl.broadcast_to(tl.cast(square_weight, tl.float32), g.shape), g * g, v)
     denominator = tl.sqrt_rn(v) * tl.cast(inverse_root, tl.float32) + tl.cast(eps, tl.float32)
     p = tl.fma(tl.div_rn(m, denominator), tl.broadcast_to(tl.cast(step_size, tl.float32), g.shape), p)
     _store(p_ptr, p, ok, MASKED)
@@ -90,7 +90,7 @@ def adamw_kernel(
     FIRST_BF16: tl.constexpr, SECOND_BF16: tl.constexpr, HEAVY: tl.constexpr, DITHER: tl.constexpr,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Step chunk (tensor, place) of ``chunks``; grid (chunks,). HEAVY: the gradient's weight is above a half."""
+    """Step chunk (tensor, place) of ``chunks``; grid (chunks,). HEAVY: the gradient's weight is a half or more."""
     number = tl.load(chunks_ptr + 2 * tl.program_id(0))
     start = tl.load(chunks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     entry = table_ptr + number * _COLUMNS
