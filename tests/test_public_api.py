@@ -25,7 +25,7 @@ BLOCK = "import sys, json\nsys.modules.update(dict.fromkeys(json.loads(sys.argv[
 
 IMPORT_ALL = """
 import importlib, pkgutil, microllm
-skipped = ("microllm.ops.kernels.", "microllm.serving.", "microllm.__main__")
+skipped = ("microllm.ops.kernels", "microllm.serving.", "microllm.__main__")
 modules = pkgutil.walk_packages(microllm.__path__, "microllm.")
 names = [module.name for module in modules if not module.name.startswith(skipped)]
 for name in names:
