@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from microllm import SamplingParams
+from microllm.cli import main
 from microllm.errors import ConfigError, RequestError
 from microllm.inference.engine import Engine
 from microllm.inference.engine_config import EngineConfig
@@ -326,6 +327,41 @@ def test_guessing_ahead_changes_no_token_and_reports_what_it_won(llm, drafts, pa
     report = engine.report()
     assert report.num_drafts_proposed >= report.num_drafts_accepted > 0
     assert report.num_steps < max(len(c.token_ids) for c in got) + 3
+
+
+def test_a_diagnosed_token_says_where_it_was_made_and_costs_nothing_otherwise(llm):
+    params = replace(GREEDY, max_tokens=30, logprobs=2, logit_bias={70: 12.0})
+    engine = engine_of(llm, diagnose=True, speculate=4, max_rows=4)
+    (other,) = engine.add("x", replace(GREEDY, max_tokens=2))
+    (request,) = engine.add("the the the the the", params)
+    drain(engine)
+    assert [o.token_id for o in request.origins] == list(request.completion.token_ids)
+    assert [o.position for o in request.origins] == [request.prompt_length + i for i in range(30)]
+    assert {o.producer for o in request.origins} == {"prefill", "decode", "verify"}
+    first = request.origins[0]
+    assert (first.producer, first.step, first.num_rows) == ("prefill", 0, 2)
+    assert first.num_tokens == request.prompt_length + other.prompt_length
+    for origin, logprob in zip(request.origins, request.completion.logprobs, strict=True):
+        assert [i for i, _ in origin.best] == [i for i, _ in logprob.top]
+        assert origin.margin == pytest.approx(logprob.top[0][1] - logprob.top[1][1], abs=1e-4)
+    plain = engine_of(llm)
+    (request,) = plain.add("x", GREEDY)
+    drain(plain)
+    assert request.origins == []
+
+
+def test_the_command_explains_a_token(llm, monkeypatch, capsys):
+    monkeypatch.setattr("microllm.inference.load", lambda *_, **__: llm)
+    command = ["generate", "--raw", "--prompt", "the cat", "--temperature", "0", "--max-tokens", "5", "--explain-token"]
+    want = llm.generate("the cat", replace(GREEDY, max_tokens=5))
+    assert main([*command, "2"]) == 0
+    shown = capsys.readouterr().out
+    assert want.text in shown
+    position = len(want.prompt_token_ids) + 2
+    assert f"token 2: {want.token_ids[2]}, at position {position}, made by decode in step 2" in shown
+    assert "1 requests and 1 tokens in the step" in shown
+    assert main([*command, "5"]) == 2
+    assert "got --explain-token 5; need 0 to 4, the answer's tokens" in capsys.readouterr().err
 
 
 # ---- refusals

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from microllm.inference.completion import Completion, FinishReason
 from microllm.inference.sequence import GeneratedSequence
 from microllm.sampling.draft import NgramDraft
 from microllm.step.pages import first_digest, page_digests
+
+if TYPE_CHECKING:
+    from microllm.inference.verify import TokenOrigin
 
 State = Literal["waiting", "prefilling", "decoding", "preempted", "finished"]
 
@@ -41,6 +44,8 @@ class Request:
         """How many of its pages others may find."""
         self.num_tabled = 0
         """How many of its pages the device's table has."""
+        self.origins: list[TokenOrigin] = []
+        """Where each of its tokens was made, where the engine diagnoses."""
         self.cached_prefix_tokens = 0
         self.preemptions = 0
         self.submitted_step = self.max_steps = 0

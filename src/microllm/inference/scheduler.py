@@ -212,7 +212,7 @@ class Scheduler:
     def _free(self, request: Request) -> None:
         self.allocator.release(request.pages)
         request.pages = []
-        request.num_computed = request.num_tabled = request.num_published = 0
+        request.num_computed = request.num_tabled = 0
         if request.slot is not None:
             self._slots.append(request.slot)
             request.slot = None

@@ -9,6 +9,8 @@ Axes:    A = rows, V = vocabulary
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,12 +20,39 @@ from microllm.inference.sequence import GeneratedSequence
 from microllm.sampling import TokenLogprob, choose_tokens, token_logprobs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOrigin:
+    """Where a token was made, and what it won against.
+
+    Numbers: ``step`` is the engine's; ``position`` is the token's own in its sequence; ``num_rows`` requests and
+             ``num_tokens`` tokens shared the step; ``best`` holds the ids and logits that the model found likeliest
+    """
+
+    token_id: int
+    position: int
+    producer: Literal["prefill", "decode", "verify"]
+    step: int
+    slot: int | None
+    num_rows: int
+    num_tokens: int
+    best: tuple[tuple[int, float], tuple[int, float]]
+
+    @property
+    def margin(self) -> float:
+        """Return how far the best logit is ahead."""
+        return self.best[0][1] - self.best[1][1]
+
+
 @torch.inference_mode()
-def accept_tokens(chunks: Sequence[Chunk], logits: Tensor, firsts: Sequence[int], *, row_by_row: bool) -> list[int]:
+def accept_tokens(
+    chunks: Sequence[Chunk], logits: Tensor, firsts: Sequence[int], *, row_by_row: bool,
+    diagnosed_step: int | None = None,
+) -> list[int]:  # fmt: skip
     """Hand each chunk's request its next tokens; return how many of the chunk's own tokens turned out to be right.
 
     ``firsts``: the row of ``logits`` where each chunk's begin. ``row_by_row``: each row goes through the sampler alone,
     where its bits may not know the batch: torch's vectorised functions round the end of a tensor differently.
+    ``diagnosed_step``: the step's number, where each token's origin is to be noted.
     """
     num_kept = [len(chunk.token_ids) - chunk.num_drafts for chunk in chunks]
     for chunk, first in zip(chunks, firsts, strict=True):
@@ -37,6 +66,9 @@ def accept_tokens(chunks: Sequence[Chunk], logits: Tensor, firsts: Sequence[int]
             tokens = [_choose(logits, [row], [s])[0] for row, s in zip(rows, sequences, strict=True)]
         else:
             tokens = _choose(logits, rows, sequences)
+        if diagnosed_step is not None:
+            for i, row, token in zip(active, rows, tokens, strict=True):
+                chunks[i].request.origins.append(_origin(chunks, i, depth, diagnosed_step, token, logits[row]))
         depth += 1
         active = [
             i for i, sequence, token in zip(active, sequences, tokens, strict=True)
@@ -60,6 +92,19 @@ def _choose(logits: Tensor, rows: Sequence[int], sequences: Sequence[GeneratedSe
     for i, sequence in enumerate(sequences):
         sequence.accept(tokens[i], logprobs.get(i))
     return tokens
+
+
+def _origin(
+    chunks: Sequence[Chunk], index: int, depth: int, step: int, token: int, logits_V: Tensor
+) -> TokenOrigin:  # fmt: skip
+    chunk = chunks[index]
+    values, ids = logits_V.float().topk(2)
+    return TokenOrigin(
+        token_id=token, position=chunk.start + len(chunk.token_ids) - chunk.num_drafts + depth, step=step,
+        producer="prefill" if chunk.kind == "prefill" else "verify" if depth else "decode", slot=chunk.request.slot,
+        num_rows=len(chunks), num_tokens=sum(len(each.token_ids) for each in chunks),
+        best=((int(ids[0]), float(values[0])), (int(ids[1]), float(values[1]))),
+    )  # fmt: skip
 
 
 def _note_prompt(chunk: Chunk, logits_TV: Tensor) -> None:
