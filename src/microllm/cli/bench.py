@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from microllm.lab.bench import BenchConfig, Workload
+from microllm.lab.bench_ops import OpsConfig
 from microllm.lab.quality import QualityConfig
 from microllm.lab.roofline import RooflineConfig
 from microllm.lab.startup import StartupConfig
@@ -66,10 +67,8 @@ class BenchStartup:
                 write_row(self.out, row)
         if self.as_json:
             _show(found.rows, as_json=True)
-            return 0
-        for starts in found.starts:
-            print(f"{starts.name}: {starts.describe()}")
-        print(f"import torch alone takes {found.import_torch_s:.2f} s; every disk cache was warm")
+        else:
+            print(found.describe())
         return 0
 
 
@@ -103,6 +102,23 @@ class BenchRoofline:
         from microllm.lab.roofline import measure_roofline, short
 
         _show(measure_roofline(short(self.config) if self.quick else self.config), as_json=self.as_json)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOps:
+    """Time each operator at the shapes of real models, in a captured graph, beside torch eager and torch.compile."""
+
+    config: OpsConfig = field(default_factory=OpsConfig)
+    quick: bool = False
+    """A tiny model's shapes on the CPU, for a first look: printed, not recorded."""
+    as_json: Json = False
+
+    def run(self) -> int:
+        """Print the rows."""
+        from microllm.lab.bench_ops import measure_ops, short
+
+        _show(measure_ops(short(self.config) if self.quick else self.config, _progress), as_json=self.as_json)
         return 0
 
 
@@ -145,6 +161,7 @@ class Bench:
         | Annotated[BenchStartup, tyro.conf.subcommand("startup")]
         | Annotated[BenchQuality, tyro.conf.subcommand("quality")]
         | Annotated[BenchRoofline, tyro.conf.subcommand("roofline")]
+        | Annotated[BenchOps, tyro.conf.subcommand("ops")]
     )
 
     def run(self) -> int:

@@ -29,6 +29,7 @@ from microllm.evidence.timing import Action, RoundClock
 from microllm.lab.bench_ops_peers import peer
 from microllm.lab.roofline import MIB, PUBLISHED, TORCH_DTYPES, Limits, read_limits
 from microllm.ops.contract import Contract, Sizes
+from microllm.ops.select import choose
 
 MODELS = ("smollm2-135m", "qwen2.5-0.5b", "qwen3-0.6b", "r1-distill-qwen-1.5b")
 HEAD_ROWS = 8192
@@ -165,7 +166,7 @@ def _measure(case: Case, config: OpsConfig, limits: Limits, clock: RoundClock) -
     fields |= {"unit": unit, "limit": limit}
     try:
         sets = _sets(row, case.sizes, config)
-        level = ops.select(case.op, dict(enumerate(sets[0][0]))).level
+        level = choose(row, sets[0][0]).level
         fields["workload"] += f" ({level})"
         parity = _parity(row, sets[0], TORCH_DTYPES[config.dtype])
         if parity != "pass":

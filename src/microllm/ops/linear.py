@@ -160,7 +160,7 @@ def linear_flops(s: Sizes) -> int:
     return 2 * numel(s, "...N") * s["K"]
 
 
-MODE_B = "mma (in fp32: tiles of 16 rows)"
+MODE_B = "mma (in fp32 and on AMD: tiles of 16 rows)"
 LINEAR_SIZES = cases("...7 K65 N33", "... K1 N1", "...0 K8 N4", "...5,13 K192 N128")
 LINEAR_TOLERANCE = rounded(2e-5, 2e-5, times=2, wide=1e-2)
 """bf16 and fp16 leave room for a library that rounds partial sums."""

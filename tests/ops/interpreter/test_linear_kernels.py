@@ -133,7 +133,9 @@ def test_one_order_of_k_for_every_number_of_rows(matrix):
     few = chosen(matrix, 256, one_order=True)
     assert (few.form, few.constants["BLOCK_M"]) == ("mma", 16 if matrix.normed else 32)
     assert chosen(matrix, 64).form == ("tile" if matrix.outputs >= 4096 else "mma")
-    assert chosen(matrix, 1, one_order=True, target=TARGETS["gfx942"]).constants["BLOCK_M"] == 16
+    amd = [chosen(matrix, M, one_order=True, target=TARGETS["gfx942"]) for M in (1, 256)]
+    assert amd[0] == amd[1]
+    assert (amd[0].form, amd[0].constants["BLOCK_M"]) == ("tile", 16)
 
 
 def test_fp32_has_no_matrix_instruction():

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from microllm.ops.contract import Out, Outs, Sink
-from microllm.ops.kernels.launch import Compiled, pdl, row_stride, scratch, stream_of
+from microllm.ops.kernels.launch import Compiled, overlapping, pdl, row_stride, scratch, stream_of
 from microllm.ops.kernels.linear import BF16, MAX_ROWS, Operands, Results, case, chosen, multiply, num_tiles
 from microllm.ops.kernels.linear_choice import Matrix
 from microllm.ops.kernels.linear_forms import first_largest
@@ -98,7 +98,7 @@ def pick(best: Tensor, index: Tensor, token: Tensor, *, greedy: Out = None, temp
     overlap, blocks = pdl(best.device), best.numel() // A
     pick_kernel[(triton.cdiv(A, rows),)](
         best, index, greedy, temperature, token, A,
-        P=blocks, ROWS=rows, BLOCK=min(PICKED, triton.next_power_of_2(blocks)), PDL=overlap, launch_pdl=overlap,
+        P=blocks, ROWS=rows, BLOCK=min(PICKED, triton.next_power_of_2(blocks)), PDL=overlap, **overlapping(overlap),
     )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def run(logits: Tensor, *, out: Outs = None) -> Tensor:
         overlap, rows = pdl(logits.device), tall(logits)
         argmax_kernel[(triton.cdiv(V, block), triton.cdiv(A, rows))](
             logits, best, index, A, row_stride(logits),
-            V=V, ROWS=rows, BLOCK=block, PDL=overlap, launch_pdl=overlap,
+            V=V, ROWS=rows, BLOCK=block, PDL=overlap, **overlapping(overlap),
         )  # fmt: skip
         pick(best, index, token)
     return token

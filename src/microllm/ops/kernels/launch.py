@@ -31,7 +31,8 @@ class Compiled(NamedTuple):
     is known to be a multiple of 16, as Triton finds strides to be when it launches.
     ``constexprs``: all others: sizes, blocks, flags, and pointers that are absent (None). A case with PDL=True is
     compiled with False for a target that has no such launches.
-    ``uses``: what the target must have, or the compiler must have used: "pdl", "wgmma", "fp8".
+    ``uses``: what the target must have, or the compiler must have used: "pdl", "wgmma", "fp8",
+    "warps of 32".
     """
 
     kernel: Any
@@ -69,6 +70,11 @@ def overlapped() -> Iterator[None]:
 def pdl(device: torch.device) -> bool:
     """Say whether a kernel launched now on ``device`` takes part in overlapped launches."""
     return _overlapped.get() and target_of(device).pdl
+
+
+def overlapping(overlap: bool) -> dict[str, bool]:
+    """Return the options of a launch that overlaps; none where it does not, for AMD's compiler knows no such option."""
+    return {"launch_pdl": True} if overlap else {}
 
 
 def stream_of(x: Tensor) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from microllm.ops.contract import Out, Outs, Sink
 from microllm.ops.kernels import linear_choice
-from microllm.ops.kernels.launch import Compiled, pdl, row_stride
+from microllm.ops.kernels.launch import Compiled, overlapping, pdl, row_stride
 from microllm.ops.kernels.linear_choice import Choice, Matrix
 from microllm.ops.kernels.linear_forms import fma_kernel, mma_kernel
 from microllm.ops.kernels.linear_tiles import tile_kernel
@@ -95,7 +95,8 @@ def multiply(o: Operands, into: Results, choice: Choice | None = None) -> None:
         into.y, into.normed, into.first, into.second, into.best, into.index, M,
         row_stride(o.x), row_stride(o.w), row_stride(o.scale), row_stride(o.minimum), row_stride(o.residual),
         row_stride(into.y), N=matrix.N, K=matrix.K, EPS=o.eps, SWIGLU=o.swiglu, FORMAT=o.format, GROUP=o.group,
-        **choice.constants, PDL=overlap, num_warps=choice.num_warps, num_stages=choice.num_stages, launch_pdl=overlap,
+        **choice.constants, PDL=overlap, num_warps=choice.num_warps, num_stages=choice.num_stages,
+        **overlapping(overlap),
     )  # fmt: skip
 
 
@@ -119,21 +120,21 @@ def suits_any(x: Tensor, w: Tensor, *_: object) -> tuple[bool, str]:
     return x.shape[-1] > 0, "one tile for any number of rows, K above 0"
 
 
-def target(x: Tensor, width: int, out: Outs) -> Tensor:
+def result(x: Tensor, width: int, out: Outs) -> Tensor:
     """Return what the product [..., width] is written to."""
     return x.new_empty((*x.shape[:-1], width)) if out is None else out[0]
 
 
 def run(x: Tensor, w: Tensor, bias: Out, *, out: Outs = None) -> Tensor:
     """Run ``linear``."""
-    y = target(x, w.shape[0], out)
+    y = result(x, w.shape[0], out)
     multiply(Operands(op="linear", x=x, w=w, bias=bias), Results(y=y))
     return y
 
 
 def run_residual(x: Tensor, w: Tensor, residual: Tensor, bias: Out, *, out: Outs = None, sink: Sink = None) -> Tensor:
     """Run ``linear_residual``."""
-    y = target(x, w.shape[0], out)
+    y = result(x, w.shape[0], out)
     o = Operands(op="linear_residual", x=x, w=w, bias=bias, residual=residual)
     if sink is not None:
         sink.update(projected=torch.empty_like(y))
@@ -145,7 +146,7 @@ def run_norm(
     x: Tensor, norm_weight: Tensor, w: Tensor, bias: Out, eps: float, *, out: Outs = None, sink: Sink = None
 ) -> Tensor:
     """Run ``norm_linear``."""
-    y = target(x, w.shape[0], out)
+    y = result(x, w.shape[0], out)
     o = Operands(op="norm_linear", x=x, w=w, bias=bias, gain=norm_weight, eps=eps)
     if sink is not None:
         sink.update(normed=x.new_empty(x.shape))
@@ -157,7 +158,7 @@ def run_norm_swiglu(
     x: Tensor, norm_weight: Tensor, w: Tensor, bias: Out, eps: float, *, out: Outs = None, sink: Sink = None
 ) -> Tensor:
     """Run ``norm_linear_swiglu``."""
-    y = target(x, w.shape[0] // 2, out)
+    y = result(x, w.shape[0] // 2, out)
     o = Operands(op="norm_linear_swiglu", x=x, w=w, bias=bias, gain=norm_weight, eps=eps, swiglu=True)
     if sink is not None:
         sink.update(normed=x.new_empty(x.shape), gate=torch.empty_like(y), up=torch.empty_like(y))
@@ -167,7 +168,7 @@ def run_norm_swiglu(
 
 def run_one_tiling(x: Tensor, w: Tensor, bias: Out, *, out: Outs = None) -> Tensor:
     """Run ``linear_one_tiling``: the tile of the largest number of rows, for every number."""
-    y = target(x, w.shape[0], out)
+    y = result(x, w.shape[0], out)
     o = Operands(op="linear_one_tiling", x=x, w=w, bias=bias)
     multiply(o, Results(y=y), one_tiling(o.matrix, target_of(x.device)))
     return y
@@ -191,19 +192,20 @@ STRIDES = ("x_stride", "w_stride", "scale_stride", "minimum_stride", "residual_s
 
 
 def case(
-    matrix: Matrix, M: int, *present: str, w: str = "", group: int = 0, one_order: bool = False, tile: bool = False
-) -> Compiled:
-    """Return the case of a matrix with M rows on an H200; ``present``: the pointers besides x, w and y."""
+    matrix: Matrix, M: int, *present: str, w: str = "", group: int = 0, one_order: bool = False, tile: bool = False,
+    on: Target = TARGETS["sm_90"],
+) -> Compiled:  # fmt: skip
+    """Return the case of a matrix with M rows as a target takes it; ``present``: the pointers besides x, w and y."""
     kind = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[matrix.dtype]
-    sm_90 = TARGETS["sm_90"]
-    choice = one_tiling(matrix, sm_90) if tile else linear_choice.choose(matrix, M, sm_90, "", one_order)
+    choice = one_tiling(matrix, on) if tile else linear_choice.choose(matrix, M, on, "", one_order)
     types = {"x": kind, "w": w or kind}
     there = {"x_ptr", "w_ptr", *(f"{name}_ptr" for name in (*present, *(() if "best" in present else ("y",))))}
     signature = {name: types.get(of, of) for name, of in POINTERS.items() if name in there}
     constexprs = {name: None for name in POINTERS if name not in there}
     sizes = {"N": matrix.N, "K": matrix.K, "EPS": 1e-6, "SWIGLU": matrix.swiglu, "FORMAT": matrix.format}
     strides = dict.fromkeys(STRIDES, "i32:16")
-    uses = ("pdl", "wgmma") if choice.form == "tile" and matrix.dtype != torch.float32 else ("pdl",)
+    wgmma = choice.form == "tile" and matrix.dtype != torch.float32
+    uses = ("pdl", *("wgmma",) * wgmma, *("warps of 32",) * (choice.form == "mma"))
     return Compiled(
         KERNELS[choice.form], {**signature, "M": "i32", **strides},
         {**constexprs, **sizes, "GROUP": group, **choice.constants, "PDL": True}, choice.num_warps, choice.num_stages,
@@ -228,6 +230,7 @@ def _compiled() -> tuple[Compiled, ...]:
         *(case(down, M, "residual") for M in (1, 8, 32)),
         case(long, 1, "residual"),
         *(case(wide, M, "gain") for M in (1, 8)),
+        case(gate_up, 8, "gain", on=TARGETS["gfx942"]),
         case(plain, 512, "bias", tile=True),
         case(Matrix("linear", 896, 4864, FP32), 512, "bias", tile=True),
     )

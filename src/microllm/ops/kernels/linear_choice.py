@@ -5,8 +5,9 @@ of {N, K} what fixes the bits of the mma form (WARPS_K, KB, SUMS) and the most r
 of {M, N, K}, M rounded up to a bucket, the form (0 fma, 1 mma, 2 tile) and that form's blocks.
 
 The defaults are an H200's: one row takes fp32 multiply-adds; up to 16 rows, and narrow matrices beyond, matrix
-instructions straight from memory; wide matrices from 17 rows on, tiles. Inside ``batch_invariant`` every number of rows
-takes the mma form. In fp32, which has no such instruction, that is tiles of 16 rows.
+instructions straight from memory; wide matrices from 17 rows on, tiles. Inside ``batch_invariant`` every number of
+rows takes the mma form. In fp32, which has no such instructions, and on AMD, whose lanes hold other fragments, tiles of
+16 rows stand in for it.
 
 Axes:    M = rows, N = rows of the weight, NY = outputs, K = in, J = positions of a weight row
 """
@@ -82,7 +83,7 @@ def choose(matrix: Matrix, M: int, target: Target, device: str, one_order: bool)
     form = FORMS[found["form"]] if found else _form(matrix, M, order["fma_rows"])
     if one_order and form != "mma":
         form, found = "mma", {}
-    if form == "mma" and matrix.dtype == torch.float32 and target != INTERPRETER:
+    if form == "mma" and target != INTERPRETER and (matrix.dtype == torch.float32 or target.warp_size != 32):
         tile = wide_tile(matrix, 16, target)
         return Choice("tile", _only(tile, _TILE), tile["num_warps"], tile["STAGES"])
     if form == "mma":
@@ -118,19 +119,20 @@ def _order(matrix: Matrix) -> Tile:
 def _mma_tile(matrix: Matrix, M: int, order: Tile, target: Target) -> Tile:
     """Return the mma form's blocks.
 
-    More rows spill registers. AMD's matrix instructions take no 8 rows. Interpreted, big programs take no longer than
-    small ones, and a product's bits depend on its shape: one shape for any number of rows.
+    More rows spill registers. Interpreted, big programs take no longer than small ones, and a product's bits depend on
+    its shape: one shape for any number of rows.
     """
-    rows = min(M, 16 if matrix.normed else 32)
-    rows = 64 if target.backend == "cpu" else max(rows, 16 if target.backend == "hip" else 8)
+    rows = 64 if target.backend == "cpu" else max(8, min(M, 16 if matrix.normed else 32))
     outputs = 64 if target.backend == "cpu" else 32 if matrix.N >= 8 * WIDE and 8 < M <= 32 else 16
     steps = triton.cdiv(matrix.positions, 4 * matrix.lane * order["WARPS_K"] * order["KB"])
     weights = outputs // 8 * order["KB"] * matrix.registers
     x = rows // 8 * order["KB"] * matrix.lane * matrix.dtype.itemsize // 4 * (matrix.K // matrix.positions)
     return {
-        "BLOCK_M": rows, "BLOCK_N": outputs,
-        "EARLY": min(steps, max(1, REGISTERS // weights)), "AHEAD": min(steps, max(1, 64 // x)),
-    }  # fmt: skip
+        "BLOCK_M": rows,
+        "BLOCK_N": outputs,
+        "EARLY": min(steps, max(1, REGISTERS // weights)),
+        "AHEAD": min(steps, max(1, (32 if matrix.normed and rows > 8 else 64) // x)),
+    }
 
 
 def _fma_tile(matrix: Matrix, target: Target) -> Tile:
@@ -153,8 +155,9 @@ def _fma_tile(matrix: Matrix, target: Target) -> Tile:
 def wide_tile(matrix: Matrix, M: int, target: Target) -> Tile:
     """Return the tile form's blocks; with M above 128 they are those of every larger M."""
     rows = next((size for size in (16, 32, 64) if size >= M), 128)
-    outputs = 64 if rows < 128 or matrix.swiglu else 128
-    block = 64 if matrix.dtype.itemsize == 2 else 32
+    wide = matrix.dtype == torch.float32  # twice the registers; int4's positions are two columns each
+    outputs = 64 if rows < 128 or matrix.swiglu or wide else 128
+    block = 32 if wide or matrix.format == "int4" else 64
     small = target.shared_bytes <= 64 * 1024
     warps = 8 if rows == 128 and outputs == 128 else 4
     stages = 2 if small else 3

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from microllm.ops.contract import Out, Outs
 from microllm.ops.kernels.launch import Compiled
-from microllm.ops.kernels.linear import BF16, Operands, Results, case, multiply, target
+from microllm.ops.kernels.linear import BF16, Operands, Results, case, multiply, result
 from microllm.ops.kernels.linear_choice import Matrix
 
 _FP8 = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e4m3fnuz: "e4m3fnuz"}
@@ -29,21 +29,21 @@ def suits(x: Tensor, codes: Tensor, scale: Tensor, *_: object) -> tuple[bool, st
 
 def run_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Out, *, out: Outs = None) -> Tensor:
     """Run ``linear_int8``."""
-    y = target(x, codes.shape[0], out)
+    y = result(x, codes.shape[0], out)
     multiply(Operands(op="linear_int8", x=x, w=codes, bias=bias, scale=scale, format="int8"), Results(y=y))
     return y
 
 
 def run_fp8(x: Tensor, codes: Tensor, scale: Tensor, bias: Out, *, out: Outs = None) -> Tensor:
     """Run ``linear_fp8``."""
-    y, w = target(x, codes.shape[0], out), codes.view(torch.uint8)
+    y, w = result(x, codes.shape[0], out), codes.view(torch.uint8)
     multiply(Operands(op="linear_fp8", x=x, w=w, bias=bias, scale=scale, format=_FP8[codes.dtype]), Results(y=y))
     return y
 
 
 def run_int4(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bias: Out, *, out: Outs = None) -> Tensor:
     """Run ``linear_int4``."""
-    y = target(x, codes.shape[0], out)
+    y = result(x, codes.shape[0], out)
     o = Operands(op="linear_int4", x=x, w=codes, bias=bias, scale=scale, minimum=minimum, format="int4")
     multiply(o, Results(y=y))
     return y

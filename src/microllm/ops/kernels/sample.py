@@ -20,7 +20,7 @@ from torch import Tensor
 
 from microllm.ops.contract import Outs
 from microllm.ops.kernels.argmax import partials, pick, tall
-from microllm.ops.kernels.launch import Compiled, pdl, row_stride, scratch, stream_of
+from microllm.ops.kernels.launch import Compiled, overlapping, pdl, row_stride, scratch, stream_of
 from microllm.ops.kernels.linear_forms import first_largest
 
 CUT, DRAW = 8192, 1024
@@ -267,12 +267,12 @@ def run(
         cut, block = min(CUT, padded), min(DRAW, padded)
         cut_kernel[(triton.cdiv(A, rows),)](
             logits, temperature, top_k, top_p, top, key, end, greedy, A, stride,
-            V=V, ROWS=rows, BLOCK=cut, PDL=overlap, num_warps=8 if cut == CUT else 4, launch_pdl=overlap,
+            V=V, ROWS=rows, BLOCK=cut, PDL=overlap, num_warps=8 if cut == CUT else 4, **overlapping(overlap),
         )  # fmt: skip
         best, index = partials(logits, "sample", A, triton.cdiv(V, block))
         draw_kernel[(triton.cdiv(V, block), triton.cdiv(A, rows))](
             logits, temperature, min_p, seed, choice, position, top, key, end, best, index, A, stride,
-            V=V, ROWS=rows, BLOCK=block, PDL=overlap, launch_pdl=overlap,
+            V=V, ROWS=rows, BLOCK=block, PDL=overlap, **overlapping(overlap),
         )  # fmt: skip
         pick(best, index, token, greedy=greedy, temperature=temperature)
     return token
