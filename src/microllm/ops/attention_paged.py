@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from microllm.ops.contract import INT64, Arg, Contract, Out, Rule, Sink, Sizes, cases, numel, rounded
+from microllm.ops.contract import INT64, TRITON, Arg, Contract, Out, Rule, Sink, Sizes, cases, numel, rounded
 from microllm.ops.kv_store import TABLE, page_rules, pages
 from microllm.ops.operator import Operator
 
@@ -134,7 +134,8 @@ def _operator(name: str, rules: tuple[Rule, ...], *sizes: str) -> Operator:
             Arg("q", "ATHD"), pages("k_pages"), pages("v_pages"), TABLE, Arg("positions", "AT", _draw_positions, INT64),
         ),
         results=(Arg("context", "ATHD"),), scalars={"scale": 0.125, "split": 32}, rules=rules, reference=_reference,
-        invariant=("reference",), sink=("scores",), sizes=cases(*sizes), forward=rounded(2e-5, 2e-5, wide=8e-4),
+        levels=TRITON, invariant=("reference", "triton"), sink=("scores",), sizes=cases(*sizes),
+        forward=rounded(2e-5, 2e-5, wide=8e-4),
         traffic=lambda s, item: 2 * item * (numel(s, "ATHD") + s["A"] * s["N"] * numel(s, "SGD")),
         num_flops=lambda s: 4 * numel(s, "ATHD") * s["N"] * s["S"],
     ))  # fmt: skip

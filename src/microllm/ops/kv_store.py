@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from microllm.ops.contract import EXACT, FLOATS, INT64, Arg, Contract, Rule, Sizes, cases, in_range, numel
+from microllm.ops.contract import EXACT, FLOATS, INT64, TRITON, Arg, Contract, Rule, Sizes, cases, in_range, numel
 from microllm.ops.operator import Operator
 
 KV_DTYPES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -126,7 +126,7 @@ KV_STORE_PAGED = Operator(Contract(
         pages("k_pages", mutated=True), pages("v_pages", mutated=True), Arg("k", "ATGD"), Arg("v", "ATGD"),
         TABLE, Arg("positions", "AT", _distinct, INT64),
     ),
-    rules=page_rules(0, 4), reference=_paged_reference, forward=EXACT,
+    rules=page_rules(0, 4), reference=_paged_reference, levels=TRITON, forward=EXACT,
     sizes=cases("P9 S4 A3 N2 T5 G2 D16", "P1 S1 A1 N1 T1 G1 D1"),
     traffic=lambda s, item: 4 * numel(s, "ATGD") * item, num_flops=lambda s: 0,
 ))  # fmt: skip

@@ -14,7 +14,10 @@ from __future__ import annotations
 from microllm.ops.kernels import (
     adamw,
     argmax,
+    attention_decode,
+    attention_prefill,
     cross_entropy,
+    kv_store,
     linear,
     linear_cross_entropy,
     linear_quantised,
@@ -58,6 +61,9 @@ KERNELS: dict[str, Kernel] = {
     "penalise": Kernel(sample.run_penalise, sample.suits_penalise),
     "linear_cross_entropy": Kernel(linear_cross_entropy.run, linear_cross_entropy.suits),
     "linear_cross_entropy_gradients": Kernel(linear_cross_entropy.run_gradients, linear_cross_entropy.suits),
+    "kv_store_paged": Kernel(kv_store.run, kv_store.suits),
+    "attention_decode": Kernel(attention_decode.run, attention_decode.suits),
+    "attention_prefill": Kernel(attention_prefill.run, attention_prefill.suits),
 }
 """Every kernel by its operator's name."""
 
@@ -72,6 +78,9 @@ COMPILED: dict[str, tuple[Compiled, ...]] = {
     "linear_quantised": linear_quantised.COMPILED,
     "argmax": argmax.COMPILED,
     "sample": sample.COMPILED,
+    "kv_store": kv_store.COMPILED,
+    "attention_decode": attention_decode.COMPILED,
+    "attention_prefill": attention_prefill.COMPILED,
 }
 """What is compiled ahead of time, by file."""
 
