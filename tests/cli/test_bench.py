@@ -64,7 +64,8 @@ def llama_perf_context_reset(ctx):
 '''
 ABSENT_LLAMA_CPP = 'raise ModuleNotFoundError("No module named \'llama_cpp\'", name="llama_cpp")\n'
 QUICK = (
-    "--threads", "1", "--prompt-tokens", "8", "--new-tokens", "4", "--rounds", "2", "--agreement-tokens", "12",
+    "--num-threads", "1", "--num-prompt-tokens", "8", "--num-new-tokens", "4", "--num-agreement-tokens", "12",
+    "--rounds", "2",
 )  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def test_a_peer_that_is_not_installed_is_a_row_that_says_how(llama_cpp):
 def test_startup_is_measured_with_and_without_a_cache_and_beside_a_peer(tiny, llama_cpp, capsys):
     llama_cpp(FAKE_LLAMA_CPP)
     words = ("bench", "startup", "--model", tiny, "--repeats", "1", "--device", "cpu", "--peer", "llama.cpp")
-    beside, cold = run_lines(capsys, *words, "--threads", "1")
+    beside, cold = run_lines(capsys, *words, "--num-threads", "1")
     for row in (beside, cold):
         assert row["target"] == "C4"
         assert row["parity"] == row["status"] == "pass"
@@ -135,10 +136,10 @@ def test_startup_is_measured_with_and_without_a_cache_and_beside_a_peer(tiny, ll
 
 
 def test_ctrl_c_ends_every_process(tiny):
-    words = ("bench", "decode", "--model", tiny, "--precision", "fp32", "--rounds", "1000000", *QUICK[:6])
+    words = ("bench", "decode", "--model", tiny, "--precision", "fp32", *QUICK[:-1], "1000000")
     # Ctrl-C is heard even where the tests were started in the background.
     hear = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    command = [sys.executable, "-c", hear, sys.executable, "-m", "microllm", *words, "--agreement-tokens", "12"]
+    command = [sys.executable, "-c", hear, sys.executable, "-m", "microllm", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
         try:
             while not (children := _children(process.pid)):
@@ -169,7 +170,7 @@ def _runs(pid):
 
 def test_a_model_that_is_not_there_is_said_in_its_own_words():
     with Workers() as workers, pytest.raises(UnavailableError, match=r"microllm fp32.*no-such-model"):
-        workers.start(ArmSpec(arm="microllm", precision="fp32", model="no-such-model", threads=1, context=64))
+        workers.start(ArmSpec(arm="microllm", precision="fp32", model="no-such-model", num_threads=1, context=64))
 
 
 # ---- the rules, on made-up arms
@@ -203,12 +204,12 @@ class MadeUpWorker:
 
 def arm(name, precision="fp32", **more):
     kind = "microllm" if name.startswith("ours") else name
-    spec = ArmSpec(arm=kind, precision=precision, model="m", threads=1, context=64)
+    spec = ArmSpec(arm=kind, precision=precision, model="m", num_threads=1, context=64)
     return ArmResult(spec=spec, worker=MadeUpWorker(name=name, **more))
 
 
 def time_arms(*arms, rounds=2):
-    config = BenchConfig(rounds=rounds, new_tokens=16)
+    config = BenchConfig(rounds=rounds, num_new_tokens=16)
     bench._time(config, arms, {"do": "decode", "ids": [1, 2], "num_tokens": 16}, lambda _: None)
 
 
@@ -309,7 +310,9 @@ def test_the_demo_beside_the_real_peers():
     """Every figure is there and every arm is the model; no figure is judged here."""
     peers = ("transformers", "llama.cpp") if importlib.util.find_spec("llama_cpp") else ("transformers",)
     for workload in ("decode", "prefill"):
-        config = BenchConfig(peer=peers, precision=("bf16", "fp32"), rounds=2, new_tokens=8, agreement_tokens=64)
+        config = BenchConfig(
+            peer=peers, precision=("bf16", "fp32"), rounds=2, num_new_tokens=8, num_agreement_tokens=64
+        )
         found = measure_bench(workload, config)
         assert [arm.parity for arm in found.arms if arm.spec.arm != "llama.cpp"] == ["pass"] * 4
         assert all(arm.metrics.top1_agreement > 0.85 for arm in found.arms)

@@ -58,21 +58,21 @@ class BenchConfig:
     """Precisions of ours, each an arm of its own (none: auto and fp32)."""
     peer: tuple[Peer, ...] = ()
     """Engines to compare with; transformers comes in fp32 and in bf16."""
-    threads: int = min(2, os.cpu_count() or 1)
+    num_threads: int = min(2, os.cpu_count() or 1)
     """Threads of every arm."""
-    prompt_tokens: int | None = None
+    num_prompt_tokens: int | None = None
     """Tokens before the first new one (128 for decode, 512 for prefill)."""
-    new_tokens: int = 64
+    num_new_tokens: int = 64
     """Tokens that a round decodes, each at the cost of one forward pass."""
     rounds: int = 6
     """How often each arm is timed; an even number, for the order is ABBA."""
-    agreement_tokens: int = 256
+    num_agreement_tokens: int = 256
     """Tokens of real text on which every arm's choices are compared with fp32's."""
     out: Path | None = None
     """Append the rows to this JSONL file."""
 
     def __post_init__(self) -> None:
-        counts = (self.threads, self.prompt_tokens or 1, self.new_tokens, self.agreement_tokens)
+        counts = (self.num_threads, self.num_prompt_tokens or 1, self.num_new_tokens, self.num_agreement_tokens)
         if min(counts) < 1 or self.rounds < 2 or self.rounds % 2:
             raise ConfigError(
                 f"got {self.rounds} rounds and {counts} threads, prompt, new and agreement tokens; "
@@ -89,7 +89,7 @@ class BenchConfig:
         for precision in ("fp32", "bf16") if "transformers" in self.peer else ():
             chosen.append(("transformers", precision))
         return [
-            ArmSpec(arm=arm, precision=precision, model=str(source.path), threads=self.threads, context=context)
+            ArmSpec(arm=arm, precision=precision, model=str(source.path), num_threads=self.num_threads, context=context)
             for arm, precision in chosen
         ]
 
@@ -194,7 +194,7 @@ def measure_bench(workload: Workload, config: BenchConfig, progress: Progress = 
         ConfigError: the model's context is too short for what is asked.
     """
     source = resolve_model(config.model)
-    config = replace(config, prompt_tokens=config.prompt_tokens or PROMPT_TOKENS[workload])
+    config = replace(config, num_prompt_tokens=config.num_prompt_tokens or PROMPT_TOKENS[workload])
     ids, context = _tokens(config, source)
     with Workers() as workers:
         arms = []
@@ -203,11 +203,11 @@ def measure_bench(workload: Workload, config: BenchConfig, progress: Progress = 
             arms.append(_start(workers, spec))
         running = [arm for arm in arms if arm.worker is not None]
         _compare(workload, config, running, ids, progress)
-        request = {"do": workload, "ids": ids[: config.prompt_tokens], "num_tokens": config.new_tokens}
+        request = {"do": workload, "ids": ids[: config.num_prompt_tokens], "num_tokens": config.num_new_tokens}
         _time(config, running, request, progress)
     model = open_checkpoint(source).config
     progress("measuring the limit")
-    limits = {arm.dtype: _limit(workload, arm.dtype, model, source, config.threads) for arm in running}
+    limits = {arm.dtype: _limit(workload, arm.dtype, model, source, config.num_threads) for arm in running}
     pairs = tuple(_pairs(workload, config, arms, limits))
     if config.out is not None:
         for pair in pairs:
@@ -217,14 +217,14 @@ def measure_bench(workload: Workload, config: BenchConfig, progress: Progress = 
 
 def _tokens(config: BenchConfig, source: ModelSource) -> tuple[list[int], int]:
     """Return ids of real text for prompt and agreement (and the one that follows), and the context that is needed."""
-    prompt = config.prompt_tokens or 0
-    context = max(prompt + config.new_tokens, config.agreement_tokens) + 1
+    prompt = config.num_prompt_tokens or 0
+    context = max(prompt + config.num_new_tokens, config.num_agreement_tokens) + 1
     longest = open_checkpoint(source).config.max_position_embeddings
     if context > longest:
         raise ConfigError(f"got {context} tokens in all; need at most {longest}, the model's context; ask for fewer")
     tokenizer = load_tokenizer(source)
     ids = [token for text in read_texts() for token in tokenizer.encode(text.text)]
-    needed = max(prompt, config.agreement_tokens + 1)
+    needed = max(prompt, config.num_agreement_tokens + 1)
     if needed > len(ids):
         raise ConfigError(f"got {needed} tokens of text to run on; need at most {len(ids)}; ask for fewer")
     return ids[:needed], min(longest, -(-context // 64) * 64)
@@ -243,7 +243,7 @@ def _compare(
     workload: Workload, config: BenchConfig, arms: Sequence[ArmResult], ids: list[int], progress: Progress
 ) -> None:
     """Give every arm its metrics against fp32: transformers' where it runs, for it is not ours to agree with."""
-    count = config.agreement_tokens
+    count = config.num_agreement_tokens
     by_independence = sorted(arms, key=lambda arm: (arm.spec.precision != "fp32", arm.spec.arm != "transformers"))
     if by_independence[0].spec.precision != "fp32":
         raise EvidenceError("got no arm in fp32 to agree with; need one; add --precision fp32 or --peer transformers")
@@ -268,7 +268,7 @@ def _time(config: BenchConfig, arms: Sequence[ArmResult], request: dict[str, Any
     for arm in arms:
         progress(f"warming {arm.spec.name}")
         assert arm.worker is not None
-        quick = {**request, "num_tokens": min(_SCREEN_TOKENS, config.new_tokens)}
+        quick = {**request, "num_tokens": min(_SCREEN_TOKENS, config.num_new_tokens)}
         times = {
             form: min(arm.worker.ask({**quick, "form": form})["seconds"] for _ in range(2)) for form in arm.worker.forms
         }
@@ -305,10 +305,10 @@ def _pairs(
 ) -> Iterator[Pair]:
     """Yield each of our arms beside each peer that it is fair to hold it against; without peers, alone."""
     environment = capture_environment(config.device)
-    length = f"T{config.prompt_tokens}" + (f" N{config.new_tokens}" if workload == "decode" else "")
+    length = f"T{config.num_prompt_tokens}" + (f" N{config.num_new_tokens}" if workload == "decode" else "")
     fields = {
         **environment_fields(environment), "unit": "tok/s",
-        "workload": f"{workload} B1 {length}, {config.model}, {config.threads} threads",
+        "workload": f"{workload} B1 {length}, {config.model}, {config.num_threads} threads",
     }  # fmt: skip
     for ours in (arm for arm in arms if arm.spec.arm == "microllm"):
         exact = ours.spec.precision == "fp32"
@@ -338,13 +338,13 @@ def _row(fields: dict[str, Any], ours: ArmResult, peer: ArmResult | None) -> Row
     return Row.model_validate({**fields, "ours": rate, "parity": parity, "status": status})
 
 
-def _limit(workload: Workload, dtype: str, model: ModelConfig, source: ModelSource, threads: int) -> float | None:
+def _limit(workload: Workload, dtype: str, model: ModelConfig, source: ModelSource, num_threads: int) -> float | None:
     """Return the tokens a second that the machine's own rates allow, or None where nothing says.
 
     A decoding step reads every weight once; a prompt's token costs two operations a weight of the blocks.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(num_threads)
     quick = RooflineConfig(round_s=0.05, rounds=5, out=None, dtypes=(), sizes=(2048,), memory_mib=(256,))
     try:
         if workload == "decode":

@@ -40,7 +40,7 @@ class ArmSpec:
     arm: Kind
     precision: str
     model: str
-    threads: int
+    num_threads: int
     context: int
 
     @property
@@ -50,7 +50,7 @@ class ArmSpec:
 
     def command(self) -> list[str]:
         """Return the command that starts its process."""
-        told = {"arm": self.arm, "precision": self.precision, "model": self.model, "threads": self.threads}
+        told = {"arm": self.arm, "precision": self.precision, "model": self.model, "num_threads": self.num_threads}
         # -P: the folder of the script holds a profile.py, which must not stand in for Python's own.
         return [sys.executable, "-P", str(WORKER), json.dumps({**told, "context": self.context})]
 

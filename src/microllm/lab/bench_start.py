@@ -3,7 +3,7 @@
 Place: ``startup`` runs it by its path in fresh processes and times it to its first byte of output. It stands alone, so
 that a peer pays for its own imports and no others:
 
-    python -P bench_start.py PEER MODEL PROMPT THREADS
+    python -P bench_start.py PEER MODEL PROMPT NUM_THREADS
     python -P bench_start.py convert GGUF DIRECTORY     what transformers starts from fastest
 """
 
@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 
 
-def start_transformers(model: str, prompt: str, threads: int) -> str:
+def start_transformers(model: str, prompt: str, num_threads: int) -> str:
     """Return the first piece of an answer by ``transformers``: of a GGUF file in fp32, of a directory in its dtype."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(num_threads)
     folder, file = _split(model)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, local_files_only=True)
     dtype = torch.float32 if file else "auto"
@@ -33,10 +33,11 @@ def start_transformers(model: str, prompt: str, threads: int) -> str:
     return tokenizer.decode([int(token)])
 
 
-def start_llama_cpp(model: str, prompt: str, threads: int) -> str:
+def start_llama_cpp(model: str, prompt: str, num_threads: int) -> str:
     """Return the first piece of an answer by llama.cpp."""
     llama_cpp = importlib.import_module("llama_cpp")
-    llm = llama_cpp.Llama(model, n_ctx=512, n_threads=threads, n_threads_batch=threads, flash_attn=True, verbose=False)
+    options = {"n_threads": num_threads, "n_threads_batch": num_threads, "flash_attn": True, "verbose": False}
+    llm = llama_cpp.Llama(model, n_ctx=512, **options)
     messages = [{"role": "user", "content": prompt}]
     for piece in llm.create_chat_completion(messages, stream=True, temperature=0.0, max_tokens=8):
         text = piece["choices"][0]["delta"].get("content")
@@ -68,10 +69,10 @@ def main() -> None:
     match sys.argv[1:]:
         case ["convert", model, directory]:
             convert(model, directory)
-        case ["transformers", model, prompt, threads]:
-            os.write(output, start_transformers(model, prompt, int(threads)).encode())
-        case ["llama.cpp", model, prompt, threads]:
-            os.write(output, start_llama_cpp(model, prompt, int(threads)).encode())
+        case ["transformers", model, prompt, count]:
+            os.write(output, start_transformers(model, prompt, int(count)).encode())
+        case ["llama.cpp", model, prompt, count]:
+            os.write(output, start_llama_cpp(model, prompt, int(count)).encode())
 
 
 if __name__ == "__main__":

@@ -60,14 +60,14 @@ class Ours:
 
     forms = ("stream",)
 
-    def __init__(self, model: str, precision: str, threads: int, context: int) -> None:
+    def __init__(self, model: str, precision: str, num_threads: int, context: int) -> None:
         import torch
 
         from microllm.inference import load
         from microllm.lab.quality import forced_logits
         from microllm.sampling import SamplingParams
 
-        torch.set_num_threads(threads)
+        torch.set_num_threads(num_threads)
         self._params, self._forced_logits = SamplingParams, forced_logits
         self._llm = load(model, device="cpu", precision=precision)
         self.dtype, self._num_forwards = self._llm.precision, 0
@@ -106,14 +106,14 @@ class Transformers:
 
     forms = ("dynamic cache", "static cache")
 
-    def __init__(self, model: str, precision: str, threads: int, context: int) -> None:
+    def __init__(self, model: str, precision: str, num_threads: int, context: int) -> None:
         import torch
         import transformers
 
         from microllm.io.resolve import resolve_model
         from microllm.lab.hf_twin import load_twin
 
-        torch.set_num_threads(threads)
+        torch.set_num_threads(num_threads)
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         self._torch, self._transformers = torch, transformers
         self._twin, self._context = load_twin(resolve_model(model), dtype=dtype), context
@@ -163,10 +163,10 @@ class LlamaCpp:
     forms = ("flash attention", "plain attention")
     dtype = "Q4_1"
 
-    def __init__(self, model: str, precision: str, threads: int, context: int) -> None:
+    def __init__(self, model: str, precision: str, num_threads: int, context: int) -> None:
         llama_cpp = importlib.import_module("llama_cpp")
 
-        self._llama_cpp, self._model, self._threads, self._context = llama_cpp, model, threads, context
+        self._llama_cpp, self._model, self._threads, self._context = llama_cpp, model, num_threads, context
         self._form, self._llm = "", None
 
     def _open(self, form: str, *, logits_all: bool = False) -> Any:  # noqa: ANN401  (llama_cpp has no types here)
@@ -281,7 +281,7 @@ def main() -> None:
             output.flush()
 
         try:
-            arm = ARMS[given["arm"]](given["model"], given["precision"], given["threads"], given["context"])
+            arm = ARMS[given["arm"]](given["model"], given["precision"], given["num_threads"], given["context"])
         except ModuleNotFoundError as error:
             answer({"missing": error.name})
             return

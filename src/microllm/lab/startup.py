@@ -25,6 +25,8 @@ from microllm.io.resolve import ModelSource, resolve_model
 from microllm.lab.bench_process import INSTALL, Peer
 
 _IMPORT_TORCH = [sys.executable, "-c", "import torch; print('.', flush=True)"]  # timed to its output, not to its exit
+BARS = (4.0, 2.5)
+"""C4's seconds to reach with the demo on two cores, and those beyond."""
 _PEER = [sys.executable, "-P", str(Path(__file__).with_name("bench_start.py"))]
 
 
@@ -42,14 +44,14 @@ class StartupConfig:
     """Ours, as generate takes it."""
     peer: tuple[Peer, ...] = ()
     """Engines to compare with, on a CPU; transformers starts from the same file and from a directory made of it."""
-    threads: int = min(2, os.cpu_count() or 1)
-    """Threads of every process, where OpenMP decides."""
+    num_threads: int = min(2, os.cpu_count() or 1)
+    """Threads of every process."""
     repeats: int = 3
     """How many processes of each are timed, after one that only warms the disk cache."""
 
     def __post_init__(self) -> None:
-        if self.repeats < 1 or self.threads < 1:
-            raise ConfigError(f"got repeats={self.repeats}, threads={self.threads}; need at least 1 of each")
+        if self.repeats < 1 or self.num_threads < 1:
+            raise ConfigError(f"got repeats={self.repeats}, num_threads={self.num_threads}; need at least 1 of each")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,6 +97,16 @@ class Startup:
     import_torch_s: float
     rows: tuple[Row, ...]
 
+    def describe(self) -> str:
+        """Return a line for each program, one for torch alone, and how far C4's bars are."""
+        lines = [f"{starts.name}: {starts.describe()}" for starts in self.starts]
+        lines.append(f"import torch alone takes {self.import_torch_s:.2f} s; every disk cache was warm")
+        ours = self.starts[0].median_s
+        if self.rows[0].target == "C4" and ours is not None:
+            words = [f"{word} {bar:g} s: {bar / ours:.2f} x" for word, bar in zip(("bar", "beyond"), BARS, strict=True)]
+            lines.append(f"C4 {'; '.join(words)} (1 or more reaches it)")
+        return "\n".join(lines)
+
 
 def measure_startup(config: StartupConfig, progress: Callable[[str], None] = lambda _: None) -> Startup:
     """Start each program in fresh processes after one that warms the disk cache, and time each.
@@ -128,31 +140,31 @@ def measure_startup(config: StartupConfig, progress: Callable[[str], None] = lam
 def _programs(
     config: StartupConfig, source: ModelSource, folder: Path, progress: Callable[[str], None]
 ) -> Iterator[Starts]:
-    threads = ["env", f"OMP_NUM_THREADS={config.threads}"]
+    environment = ["env", f"OMP_NUM_THREADS={config.num_threads}"]
     options = [
         "--prompt", config.prompt, "--max-tokens", "8", "--temperature", "0", "--device", config.device,
-        "--precision", config.precision,
+        "--precision", config.precision, "--num-threads", str(config.num_threads),
     ]  # fmt: skip
     ours = [sys.executable, "-m", "microllm", "generate"]
 
     def cold() -> list[str]:
         home = tempfile.mkdtemp(dir=folder)
-        return [*threads, f"MICROLLM_HOME={home}", *ours, "--model", str(source.path), *options]
+        return [*environment, f"MICROLLM_HOME={home}", *ours, "--model", str(source.path), *options]
 
-    yield Starts(name="microllm", command=lambda: [*threads, *ours, "--model", config.model, *options])
+    yield Starts(name="microllm", command=lambda: [*environment, *ours, "--model", config.model, *options])
     yield Starts(name="microllm, nothing cached", command=cold)
-    told = [config.prompt, str(config.threads)]
+    told = [config.prompt, str(config.num_threads)]
     if "llama.cpp" in config.peer:
-        command = [*threads, *_PEER, "llama.cpp", str(source.path), *told]
+        command = [*environment, *_PEER, "llama.cpp", str(source.path), *told]
         yield Starts(name="llama.cpp", command=lambda: command)
     if "transformers" in config.peer:
-        same = [*threads, *_PEER, "transformers", str(source.path), *told]
+        same = [*environment, *_PEER, "transformers", str(source.path), *told]
         yield Starts(name="transformers", command=lambda: same)
         if source.kind == "gguf":
             progress("making the directory that transformers starts from")
             directory = str(folder / "model")
             subprocess.run([*_PEER, "convert", str(source.path), directory], capture_output=True, check=False)
-            other = [*threads, *_PEER, "transformers", directory, *told]
+            other = [*environment, *_PEER, "transformers", directory, *told]
             yield Starts(name="transformers safetensors", command=lambda: other)
 
 
