@@ -3,7 +3,8 @@
 #     make demo          install, fetch the demo model, answer a question, compare with transformers
 #     make test          the tests: the kernels interpreted, then everything (minutes; none that needs a GPU)
 #     make check         format, lint, types, and the rules of the house
-#     make test-slow     the tests that take minutes each
+#     make test-slow     the tests that take minutes each: every kernel compiled for five targets among them
+#     make test-gpu      the kernels on this machine's GPU, then compute-sanitizer over them (PY= a CUDA build of torch)
 #     make clean         remove what the other targets made
 #
 # PYTHON=python3.12      the interpreter that the environment is made with (3.11 or newer)
@@ -27,7 +28,7 @@ TRITON := triton==3.6.0; platform_system == "Linux" and platform_machine == "x86
 PYTEST := $(PY) -m pytest
 ARCHITECTURE := tests/test_architecture.py
 
-.PHONY: demo venv test test-slow check format clean
+.PHONY: demo venv test test-slow test-gpu check format clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -52,6 +53,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(PYTEST) -m "slow and not gpu"
+
+test-gpu: $(READY)
+	$(PYTEST) -m gpu
+	$(PY) tools/sanitize.py --out sanitizer.json
 
 check: $(READY)
 	$(PY) -m ruff check .
