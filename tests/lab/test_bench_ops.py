@@ -1,11 +1,13 @@
 """The operators' benchmark on this CPU, in its short form: every case has a row, and no row flatters."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from microllm import ops
+from microllm.cli import main
 from microllm.config import preset
 from microllm.evidence.environment import read_device_name
 from microllm.evidence.rows import read_rows
@@ -93,3 +95,9 @@ def test_operands_rotate_through_more_than_the_caches_hold():
     assert len(sets) == 4
     assert len({values[1].data_ptr() for values, _ in sets}) == 4
     assert all(torch.equal(values[1], sets[0][0][1]) for values, _ in sets)
+
+
+def test_the_command_prints_rows(capsys):
+    assert main(["bench", "ops", "--quick", "--json", "--op", "swiglu"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["workload"] for row in rows] == ["swiglu tiny 32 rows (reference)"]
