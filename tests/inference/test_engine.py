@@ -2,14 +2,18 @@
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from microllm import SamplingParams
 from microllm.cli import main
 from microllm.errors import ConfigError, RequestError
+from microllm.inference import LLM
+from microllm.inference.draft_model import ModelProposer
 from microllm.inference.engine import Engine
 from microllm.inference.engine_config import EngineConfig
+from microllm.model import Transformer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 KINDS = [
@@ -327,6 +331,44 @@ def test_guessing_ahead_changes_no_token_and_reports_what_it_won(llm, drafts, pa
     report = engine.report()
     assert report.num_drafts_proposed >= report.num_drafts_accepted > 0
     assert report.num_steps < max(len(c.token_ids) for c in got) + 3
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.8, seed=3, logit_bias={70: 8.0, 71: 8.0})])
+def test_a_draft_model_guesses_and_changes_no_token(llm, params):
+    params = replace(params, max_tokens=40, logprobs=1)
+    prompts = ["the cat", "x", "Once upon a time"]
+    want = [(c.token_ids, c.logprobs) for c in engine_of(llm, scheduler="serial").generate(prompts, params)]
+    rates = []
+    for seed in (0, 1):  # the model itself, and one that guesses otherwise
+        draft = LLM(Transformer(llm.config).initialise(seed, std=0.3).eval(), llm.tokenizer)
+        config = EngineConfig(speculate=3, page_tokens=4, max_rows=8)
+        engine = Engine(llm, config, draft=draft)
+        assert [(c.token_ids, c.logprobs) for c in engine.generate(prompts, params)] == want
+        rates.append(engine.report().num_drafts_accepted / engine.report().num_drafts_proposed)
+    assert rates[1] < 0.5
+    if params.temperature == 0:
+        assert rates[0] > 0.8, rates
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 3, 5])
+def test_a_draft_model_goes_on_from_any_part_of_its_guess(llm, taken):
+    def fresh(tokens):
+        return ModelProposer(llm.model, 60)(tokens, 4)
+
+    proposer, text = ModelProposer(llm.model, 60), [5, 6, 7]
+    for _ in range(4):
+        guess = proposer(text, 4)
+        assert guess == fresh(text)
+        text = [*text, *guess[:taken], 9, 10][: len(text) + max(taken, 1)]
+    assert proposer([5] * 58, 4) == []
+
+
+def test_a_draft_model_of_another_vocabulary_or_without_a_number_of_tokens_is_refused(llm):
+    other = SimpleNamespace(config=SimpleNamespace(vocab_size=99))
+    with pytest.raises(ConfigError, match="got a draft model of 99 tokens and speculate=2; need the model's own 280"):
+        Engine(llm, EngineConfig(speculate=2), draft=other)
+    with pytest.raises(ConfigError, match="speculate=0; need"):
+        Engine(llm, EngineConfig(), draft=llm)
 
 
 def test_a_diagnosed_token_says_where_it_was_made_and_costs_nothing_otherwise(llm):

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import overload
 
-from microllm.errors import RequestError
+from microllm.errors import ConfigError, RequestError
 from microllm.inference.completion import Completion, StreamPiece
+from microllm.inference.draft_model import ModelProposer
 from microllm.inference.engine_config import EngineConfig
 from microllm.inference.llm import LLM, Prompt, as_batch, checked_params, one_choice
 from microllm.inference.request import Request
@@ -23,7 +24,7 @@ from microllm.inference.scheduler import Scheduler
 from microllm.inference.sequence import GeneratedSequence
 from microllm.inference.verify import accept_tokens
 from microllm.sampling import SamplingParams
-from microllm.sampling.draft import NgramDraft
+from microllm.sampling.draft import Draft, NgramProposer
 from microllm.step import PageAllocator, PagePool, PoolUse, count_pages, layer_dtypes, page_bytes
 
 
@@ -48,12 +49,18 @@ class EngineReport:
 class Engine:
     """Serves many requests at once from one pool of key-value pages.
 
+    ``draft`` is a smaller model of the same vocabulary that guesses ahead in place of the text's own n-grams.
     Threads may call at the same time: a step runs to its end, under ``lock``, before another call goes on.
     """
 
-    def __init__(self, llm: LLM, config: EngineConfig | None = None) -> None:
-        self.llm, self.config = llm, config or EngineConfig()
+    def __init__(self, llm: LLM, config: EngineConfig | None = None, *, draft: LLM | None = None) -> None:
+        self.llm, self.config, self._draft = llm, config or EngineConfig(), draft
         config = self.config
+        if draft is not None and (draft.config.vocab_size != llm.config.vocab_size or not config.speculate):
+            raise ConfigError(
+                f"got a draft model of {draft.config.vocab_size} tokens and speculate={config.speculate}; "
+                f"need the model's own {llm.config.vocab_size} and at least 1; say how many tokens it is to guess"
+            )
         context = min(config.max_context or llm.config.max_position_embeddings, llm.config.max_position_embeddings)
         dtypes = layer_dtypes(llm.config, config.kv_dtype, llm.dtype)
         num_pages = count_pages(
@@ -165,14 +172,22 @@ class Engine:
             requests = []
             for sequence in sequences:
                 self._fit(sequence)
-                draft = NgramDraft(self.config.speculate) if self.config.speculate else None
-                requests.append(Request(self._num_requests + len(requests), sequence, salt=salt, draft=draft))
+                number = self._num_requests + len(requests)
+                requests.append(Request(number, sequence, salt=salt, draft=self._new_draft(sequence)))
                 self.scheduler.check(requests[-1])
             for request in requests:
                 request.submitted_step = self._num_steps
                 self.scheduler.submit(request)
             self._num_requests += len(requests)
             return requests
+
+    def _new_draft(self, sequence: GeneratedSequence) -> Draft | None:
+        if not self.config.speculate:
+            return None
+        if self._draft is None:
+            return Draft(NgramProposer(), self.config.speculate)
+        longest = len(sequence.prompt_ids) + sequence.max_new_tokens
+        return Draft(ModelProposer(self._draft.model, longest), self.config.speculate)
 
     def _fit(self, sequence: GeneratedSequence) -> None:
         """Let the engine's own context end a sequence, where that is shorter than the model's."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from microllm.inference.completion import Completion, FinishReason
 from microllm.inference.sequence import GeneratedSequence
-from microllm.sampling.draft import NgramDraft
+from microllm.sampling.draft import Draft
 from microllm.step.pages import first_digest, page_digests
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Request:
     """
 
     def __init__(
-        self, number: int, sequence: GeneratedSequence, *, salt: bytes = b"", draft: NgramDraft | None = None
+        self, number: int, sequence: GeneratedSequence, *, salt: bytes = b"", draft: Draft | None = None
     ) -> None:
         self.number, self.sequence, self.salt, self.draft = number, sequence, salt, draft
         self.state: State = "waiting"

@@ -181,19 +181,20 @@ class Scheduler:
         return (last - 1) // self._config.page_tokens
 
     def _publish(self, request: Request) -> None:
-        if not self._config.shares_prefixes:
-            return
         size = self._config.page_tokens
         last = request.num_computed if self._same_bits else min(request.num_computed, request.prompt_length)
+        if not self._config.shares_prefixes or last // size <= request.num_published:
+            return
         digests = request.digests(last // size, size)
         for index in range(request.num_published, last // size):
             self.allocator.publish(request.pages[index], digests[index])
-        request.num_published = max(request.num_published, last // size)
+        request.num_published = last // size
 
     def _make_room(self, request: Request) -> bool:
         """Give a decoding row a place for its next token; False when it had to go itself."""
         num_tokens = request.num_computed + 1
-        while self._pages(num_tokens) - len(request.pages) > self._unreserved():
+        need = self._pages(num_tokens) - len(request.pages)
+        while need > 0 and need > self._unreserved():
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is request:
