@@ -138,6 +138,16 @@ def test_one_order_of_k_for_every_number_of_rows(matrix):
     assert (amd[0].form, amd[0].constants["BLOCK_M"]) == ("tile", 16)
 
 
+def test_rows_of_several_forms_say_which_one_mode_b_takes():
+    several = {name for name, row in ops.CONTRACTS.items() if row.mode_b.startswith("mma")}
+    assert several == {
+        "linear", "linear_residual", "norm_linear", "norm_linear_swiglu", "linear_int8", "linear_fp8", "linear_int4",
+        "lm_head_argmax",
+    }  # fmt: skip
+    assert ops.CONTRACTS["linear_one_tiling"].mode_b.startswith("tile")
+    assert all("triton" in ops.CONTRACTS[name].invariant for name in (*several, "linear_one_tiling"))
+
+
 def test_fp32_has_no_matrix_instruction():
     found = [chosen(Matrix("linear", 896, 896, torch.float32), M, one_order=True) for M in (1, 256)]
     assert found[0] == found[1]

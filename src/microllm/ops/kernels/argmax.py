@@ -102,9 +102,9 @@ def pick(best: Tensor, index: Tensor, token: Tensor, *, greedy: Out = None, temp
     )  # fmt: skip
 
 
-def suits(logits: Tensor) -> tuple[bool, str]:
-    """Say yes."""
-    return True, "two stages in a fixed order"
+def suits(logits: Tensor, *_: Tensor) -> tuple[bool, str]:
+    """Say whether the rows make a grid."""
+    return logits.shape[0] < 1 << 16, "for fewer than 65,536 rows, by blocks in a fixed order"
 
 
 def run(logits: Tensor, *, out: Outs = None) -> Tensor:

@@ -164,6 +164,7 @@ def wide_tile(matrix: Matrix, M: int, target: Target) -> Tile:
     return {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": block, "STAGES": stages, "num_warps": warps}
 
 
+@cache
 def device_name(device: torch.device) -> str:
     """Return the name that tuned entries know a device by."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else INTERPRETER.name

@@ -193,7 +193,8 @@ def _noise(token, position, choice, seed):
     z = uniform / (2.0 - uniform)
     z2 = z * z
     series = 2.0 * z * (1.0 + z2 * (0.33333334 + z2 * (0.2 + z2 * (0.14285715 + z2 * 0.11111111))))
-    waited = tl.where(uniform < 0.25, series, -tl.log(tl.maximum(1.0 - uniform, 1e-38)))
+    rest = 1.0 - uniform
+    waited = tl.where(uniform < 0.25, series, tl.where(rest > 0, -tl.log(tl.maximum(rest, 1e-37)), float("inf")))
     return -tl.log(waited)
 
 
@@ -248,11 +249,6 @@ def penalise_kernel(
     tl.store(y_ptr + row * y_stride + v, x, mask=there)
 
 
-def suits(logits: Tensor, *_: Tensor) -> tuple[bool, str]:
-    """Say yes."""
-    return True, "cut by bisection, drawn by blocks"
-
-
 def run(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
     seed: Tensor, choice: Tensor, position: Tensor, *, out: Outs = None,
@@ -276,11 +272,6 @@ def run(
         )  # fmt: skip
         pick(best, index, token, greedy=greedy, temperature=temperature)
     return token
-
-
-def suits_penalise(logits: Tensor, *_: Tensor) -> tuple[bool, str]:
-    """Say yes."""
-    return True, "element by element"
 
 
 def run_penalise(
