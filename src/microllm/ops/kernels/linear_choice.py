@@ -157,9 +157,9 @@ def wide_tile(matrix: Matrix, M: int, target: Target) -> Tile:
     rows = next((size for size in (16, 32, 64) if size >= M), 128)
     wide = matrix.dtype == torch.float32  # twice the registers; int4's positions are two columns each
     outputs = 64 if rows < 128 or matrix.swiglu or wide else 128
-    block = 32 if wide or matrix.format == "int4" else 64
+    block = 16 if wide else 32 if matrix.format == "int4" else 64
     small = target.shared_bytes <= 64 * 1024
-    warps = 8 if rows == 128 and outputs == 128 else 4
+    warps = 8 if rows == 128 else 4
     stages = 2 if small else 3
     return {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": block, "STAGES": stages, "num_warps": warps}
 
