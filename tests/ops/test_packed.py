@@ -15,7 +15,7 @@ N, K = 48, 96
 def held(planes) -> torch.Tensor:
     """What the planes hold, read out by multiplying one-hot rows."""
     one = torch.zeros(1, K)
-    product = Int4Weight(planes, None, lambda: pytest.fail("one row takes no wide weight")).bind(one)
+    product = Int4Weight(planes, K, None, lambda: pytest.fail("one row takes no wide weight")).bind(one)
     columns = []
     for k in range(K):
         one.zero_()[0, k] = 1
@@ -34,7 +34,7 @@ def stored(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 def test_blocks_of_a_file_are_held_to_the_rounding_of_their_scales(kind):
     blocks, w = stored(kind)
     planes = int4_planes(blocks, kind)
-    assert len(planes) == (2 if kind == "q8_0" else 1)
+    assert len(planes[1]) == K // 32 * (2 if kind == "q8_0" else 1)
     group_largest = w.abs().unflatten(1, (-1, 32)).amax(-1, keepdim=True).expand(-1, -1, 32).flatten(1)
     assert ((held(planes) - w).abs() <= 2**-7 * group_largest).all()
 
@@ -63,7 +63,7 @@ def test_any_number_of_rows_agrees_with_the_plain_product(kind, with_bias):
     bias = torch.randn(N) if with_bias else None
     if kind.startswith("q"):
         blocks, w = stored(kind)
-        weight = Int4Weight(int4_planes(blocks, kind), bias, lambda: w.bfloat16())
+        weight = Int4Weight(int4_planes(blocks, kind), K, bias, lambda: w.bfloat16())
     else:
         w = torch.randn(N, K)
         weight = DenseWeight(w.to(getattr(torch, kind)), bias)
@@ -81,7 +81,7 @@ def test_any_number_of_rows_agrees_with_the_plain_product(kind, with_bias):
 
 def test_the_wide_weight_is_made_once_and_only_for_many_rows():
     w, made = torch.randn(N, K), []
-    weight = Int4Weight(quantised_planes(w, 4), None, lambda: made.append(1) or w)
+    weight = Int4Weight(quantised_planes(w, 4), K, None, lambda: made.append(1) or w)
     weight(torch.randn(8, K))
     assert not made
     weight(torch.randn(9, K))

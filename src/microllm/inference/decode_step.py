@@ -11,6 +11,7 @@ Axes:    D = model dim, H = query heads, G = KV heads, K = head dim, P = K / 2, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -64,6 +65,7 @@ class DecodeStep:
         self._turns = turns_CP.unbind(0)  # the cache itself is not held: its step goes when it goes
         self._embedding, self._norm, self._config = weights.embedding, weights.norm, config
         self._buffers = _Buffers(config)
+        self._normalise = _bound_norm(self._buffers, config)
         self._layers = [_BoundLayer(layer, self._buffers) for layer in weights.layers]
         self._head = weights.head.bind(self._buffers.normed)
         G, K = config.num_key_value_heads, config.head_dim
@@ -74,8 +76,8 @@ class DecodeStep:
 
     def __call__(self, token_id_1: Tensor, position: int) -> Tensor:
         """Return the logits after one more token, and put its keys and values into the cache: [1, V] fp32."""
-        b, turn = self._buffers, self._turns[position]
-        x, active = b.x, b.active
+        b, turn, normalise = self._buffers, self._turns[position], self._normalise
+        x, active, context = b.x, b.active, b.context_heads
         x.copy_(self._embedding(token_id_1))
         seen = position + 1
         slots = zip(
@@ -84,31 +86,37 @@ class DecodeStep:
             self._keys_L1GCK.narrow(3, 0, seen).unbind(0), self._values_L1GCK.narrow(3, 0, seen).unbind(0),
             strict=True,
         )  # fmt: skip
-        attend, silu = functional.scaled_dot_product_attention, torch.ops.aten.silu.out
+        attend, multiply, silu = functional.scaled_dot_product_attention, torch.mul, torch.ops.aten.silu.out
         for layer, key_slot, value_slot, keys, values in slots:
-            self._normalise(layer.input_norm)
+            normalise(layer.input_norm)
             b.qkv.copy_(layer.qkv())
             if layer.q_norm is not None and layer.k_norm is not None:
                 self._normalise_heads(layer.q_norm, layer.k_norm)
-            torch.mul(b.q_pairs, turn, out=b.rotated)
-            torch.mul(b.k_pairs, turn, out=key_slot)
+            multiply(b.q_pairs, turn, out=b.rotated)
+            multiply(b.k_pairs, turn, out=key_slot)
             value_slot.copy_(b.v)
-            b.context_heads.copy_(attend(b.query, keys, values, enable_gqa=True))
+            context.copy_(attend(b.query, keys, values, enable_gqa=True))
             x.add_(layer.output())
-            self._normalise(layer.ffn_norm)
+            normalise(layer.ffn_norm)
             b.gate_up.copy_(layer.gate_up())
             silu(b.gate, out=active)
             active.mul_(b.up)
             x.add_(layer.down())
-        self._normalise(self._norm)
+        normalise(self._norm)
         return self._head().float()
-
-    def _normalise(self, weight_D: Tensor) -> None:
-        """Put the stream at unit root mean square, times the weight, into ``normed``."""
-        b, row = self._buffers, self._buffers.x[0]
-        mean_square = float(torch.dot(row, row)) / len(row)
-        torch.mul(b.x, weight_D, out=b.normed).mul_(1 / math.sqrt(mean_square + self._config.rms_norm_eps))
 
     def _normalise_heads(self, q_norm_K: Tensor, k_norm_K: Tensor) -> None:
         for heads, weight in ((self._buffers.q_heads, q_norm_K), (self._buffers.k_heads, k_norm_K)):
             heads.copy_(functional.rms_norm(heads, weight.shape, weight, self._config.rms_norm_eps))
+
+
+def _bound_norm(buffers: _Buffers, config: ModelConfig) -> Callable[[Tensor], None]:
+    """Return a call that puts the stream at unit root mean square, times a weight [D], into ``normed``."""
+    x, row, normed, multiply, dot = buffers.x, buffers.x[0], buffers.normed, torch.mul, torch.dot
+    eps, share = config.rms_norm_eps, 1 / config.hidden_size
+
+    def normalise(weight_D: Tensor) -> None:
+        multiply(x, weight_D, out=normed)
+        normed.mul_(1 / math.sqrt(dot(row, row).item() * share + eps))
+
+    return normalise

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-_FORMAT = 1
+_FORMAT = 2
 """To be raised with every change of what the packed bytes mean."""
 _KEEP = 4
 """Packed files that stay; the least recently used go."""
@@ -44,18 +44,15 @@ class PackedFile:
         self.facts: dict[str, Any] = {}
         self._kept, self._added = self._read(), False
 
-    def planes(self, key: str, count: int) -> list[tuple[Tensor, Tensor]] | None:
+    def planes(self, key: str) -> tuple[Tensor, Tensor] | None:
         """Return a matrix's planes, or None where they have not been kept."""
-        names = [(f"{key}.{index}.codes", f"{key}.{index}.scales") for index in range(count)]
-        if not all(name in self._kept for pair in names for name in pair):
-            return None
-        return [(self._kept[codes], self._kept[scales]) for codes, scales in names]
+        codes, scales = f"{key}.codes", f"{key}.scales"
+        return (self._kept[codes], self._kept[scales]) if {codes, scales} <= self._kept.keys() else None
 
-    def add(self, key: str, planes: list[tuple[Tensor, Tensor]]) -> None:
+    def add(self, key: str, planes: tuple[Tensor, Tensor]) -> None:
         """Keep a matrix's planes for ``save``."""
         self._added = True
-        for index, (codes, scales) in enumerate(planes):
-            self._kept[f"{key}.{index}.codes"], self._kept[f"{key}.{index}.scales"] = codes, scales
+        self._kept[f"{key}.codes"], self._kept[f"{key}.scales"] = planes
 
     def save(self) -> None:
         """Write what has been added, whole or not at all; the least recently used files make room."""

@@ -18,14 +18,22 @@ import torch
 from torch import Tensor
 
 from microllm.config import ModelConfig
-from microllm.ops.packed import GROUP, DenseWeight, Int4Weight, PackedWeight, int4_planes, quantised_planes, rounded
+from microllm.ops.packed import (
+    GROUP,
+    DenseWeight,
+    Int4Weight,
+    PackedWeight,
+    Planes,
+    int4_planes,
+    quantised_planes,
+    rounded,
+)
 
 if TYPE_CHECKING:
     from microllm.inference.packed_file import PackedFile
     from microllm.io.checkpoint import Weights
 
 PlanPrecision = Literal["fp32", "bf16", "int8", "int4"]
-Planes = list[tuple[Tensor, Tensor]]
 
 
 class Embedding:
@@ -175,15 +183,15 @@ class _Packer:
             def from_blocks() -> Planes:
                 return int4_planes(torch.cat([self._rows(n, self._weights.read_packed(n)) for n in names]), stored)
 
-            planes = self._kept(key, 2 if stored == "q8_0" else 1, from_blocks)
-            return Int4Weight(planes, bias, lambda: floats().to(self._wide_dtype))
+            planes = self._kept(key, from_blocks)
+            return Int4Weight(planes, num_columns, bias, lambda: floats().to(self._wide_dtype))
         bits = 8 if self._precision == "int8" else bits
-        planes = self._kept(key, bits // 4, lambda: quantised_planes(floats(), bits))
-        return Int4Weight(planes, bias, lambda: rounded(floats(), bits).to(self._wide_dtype))
+        planes = self._kept(key, lambda: quantised_planes(floats(), bits))
+        return Int4Weight(planes, num_columns, bias, lambda: rounded(floats(), bits).to(self._wide_dtype))
 
-    def _kept(self, key: str, num_planes: int, make: Callable[[], Planes]) -> Planes:
+    def _kept(self, key: str, make: Callable[[], Planes]) -> Planes:
         """Return planes from the packed file, or make them and put them there."""
-        planes = None if self._file is None else self._file.planes(key, num_planes)
+        planes = None if self._file is None else self._file.planes(key)
         if planes is None:
             planes = make()
             if self._file is not None:

@@ -11,7 +11,7 @@ Source:  torch's own packed products: ATen ``_weight_int4pack_mm_for_cpu`` (grou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -26,7 +26,9 @@ MAX_NARROW_ROWS = 8
 """Rows that an int4 product takes itself; more rows are quicker through a wide weight (measured: 2 x at 32 rows)."""
 
 Product = Callable[[], Tensor]
-_int4_product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+Planes = tuple[Tensor, Tensor]
+"""Packed four-bit codes, and the scale and zero of each group."""
+_int4_product = torch._weight_int4pack_mm_for_cpu  # the quickest of its names: a decode step has over a hundred calls
 
 
 class PackedWeight(Protocol):
@@ -91,22 +93,20 @@ class DenseWeight:
 
 
 class Int4Weight:
-    """A matrix in one or two planes of four-bit codes, groups of 32 along K, for torch's packed int4 product.
+    """A matrix of four-bit codes in groups of 32 along K, for torch's packed int4 product; or of eight-bit codes.
 
-    A plane's value is (code - 8) * scale + zero; two planes add up, which holds eight-bit codes exactly. ``wide``
-    returns the same matrix in floats [N, K]; it is asked for once, at the first product of more than 8 rows.
+    A code's value is (code - 8) * scale + zero. Eight-bit codes are two four-bit ones, the high halves beside the low
+    along K, with the row of activations written twice: exact, in one product. ``wide`` returns the same matrix in
+    floats [N, K]; it is asked for once, at the first product of more than 8 rows.
 
-    Numbers: scales, zeros and activations in bf16, fp32 accumulation; each plane's result rounds to bf16, the sum of
-             two is fp32
+    Numbers: scales, zeros, activations and result in bf16, fp32 accumulation
     """
 
-    kernel = "torch int4"
-
-    def __init__(
-        self, planes: Sequence[tuple[Tensor, Tensor]], bias_N: Tensor | None, wide: Callable[[], Tensor]
-    ) -> None:
-        self.planes, self._bias = tuple(planes), bias_N
+    def __init__(self, planes: Planes, num_in: int, bias_N: Tensor | None, wide: Callable[[], Tensor]) -> None:
+        self.planes, self._bias = planes, bias_N
+        self._num_in, self._num_planes = num_in, GROUP * len(planes[1]) // num_in
         self._make_wide, self._wide = wide, None
+        self.kernel = f"torch int{4 * self._num_planes}"
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         """Return x times the transposed weight, plus bias: [M, N]."""
@@ -114,33 +114,30 @@ class Int4Weight:
             if self._wide is None:
                 self._wide = DenseWeight(self._make_wide(), self._bias)
             return self._wide(x_MK)
-        row = x_MK.to(torch.bfloat16)
-        return self._finished([_int4_product(row, codes, GROUP, scales) for codes, scales in self.planes])
+        y_MN = _int4_product(x_MK.to(torch.bfloat16).repeat(1, self._num_planes), self.planes[0], GROUP, self.planes[1])
+        return y_MN if self._bias is None else y_MN + self._bias
 
     def bind(self, x_1K: Tensor) -> Product:
         """Return a call that multiplies what ``x_1K`` (fp32) then holds."""
-        row = torch.empty_like(x_1K, dtype=torch.bfloat16)
-        if len(self.planes) == 1 and self._bias is None:
-            ((codes, scales),) = self.planes
-            return lambda: _int4_product(row.copy_(x_1K), codes, GROUP, scales)
-        return lambda: self._finished(
-            [_int4_product(row.copy_(x_1K), codes, GROUP, scales) for codes, scales in self.planes]
-        )
+        row = x_1K.new_empty(1, self._num_planes * self._num_in, dtype=torch.bfloat16)
+        parts, bias, (codes, scales) = row.view(self._num_planes, -1), self._bias, self.planes
 
-    def _finished(self, parts: list[Tensor]) -> Tensor:
-        y = parts[0] if len(parts) == 1 else parts[0].float().add_(parts[1])
-        return y if self._bias is None else y + self._bias
+        def product() -> Tensor:
+            parts.copy_(x_1K)
+            return _int4_product(row, codes, GROUP, scales)
+
+        return product if bias is None else lambda: product() + bias
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes that one row's product reads."""
-        return sum(t.numel() * t.element_size() for plane in self.planes for t in plane)
+        return sum(t.numel() * t.element_size() for t in self.planes)
 
 
-def int4_planes(blocks_NB: Tensor, stored: str) -> list[tuple[Tensor, Tensor]]:
-    """Return GGUF blocks as planes for ``Int4Weight``: one for q4_0 and q4_1, two for q8_0.
+def int4_planes(blocks_NB: Tensor, stored: str) -> Planes:
+    """Return GGUF blocks (q4_0, q4_1, q8_0) as planes for ``Int4Weight``.
 
-    Shapes:  uint8 [N, bytes of a row] -> planes of (packed codes, bf16 [K / 32, N, 2] scales and zeros)
+    Shapes:  uint8 [N, bytes of a row] -> packed codes, and scales and zeros bf16 [groups, N, 2]
     Numbers: codes exact; scale and zero round to bf16 (2e-3 of a group's step)
 
     Raises:
@@ -154,15 +151,12 @@ def int4_planes(blocks_NB: Tensor, stored: str) -> list[tuple[Tensor, Tensor]]:
     return _SPLIT[stored](blocks_NB)
 
 
-def quantised_planes(w_NK: Tensor, bits: int) -> list[tuple[Tensor, Tensor]]:
-    """Return a float matrix rounded group by group: 16 even steps from the least value to the largest, or 255 about 0.
-
-    Four bits are one plane, eight bits two.
-    """
+def quantised_planes(w_NK: Tensor, bits: int) -> Planes:
+    """Return a float matrix rounded group by group: to 16 even steps from least to largest, or to 255 about 0."""
     codes, scale, offset = _quantised(w_NK, bits)
     if bits == 8:
         return _two_planes(codes.to(torch.int16).flatten(1), scale)
-    return [_plane(codes.flatten(1), scale, offset + 8 * scale)]
+    return _planes(codes.flatten(1), scale, offset + 8 * scale)
 
 
 def rounded(w_NK: Tensor, bits: int) -> Tensor:
@@ -181,7 +175,7 @@ def _quantised(w_NK: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return ((groups - offset[..., None]) / scale[..., None]).round_(), scale, offset
 
 
-def _plane(codes_NK: Tensor, scale_NU: Tensor, zero_NU: Tensor) -> tuple[Tensor, Tensor]:
+def _planes(codes_NK: Tensor, scale_NU: Tensor, zero_NU: Tensor) -> Planes:
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_NK.int().contiguous(), 1)
     return packed, torch.stack((scale_NU, zero_NU), dim=-1).transpose(0, 1).to(torch.bfloat16).contiguous()
 
@@ -190,31 +184,30 @@ def _half(blocks: Tensor, offset: int) -> Tensor:
     return blocks[..., offset : offset + 2].contiguous().view(torch.float16)[..., 0].float()
 
 
-def _split_q4_0(blocks_NB: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _split_q4_0(blocks_NB: Tensor) -> Planes:
     blocks = blocks_NB.unflatten(1, (-1, 18))
     scale = _half(blocks, 0)
-    return [_plane(unpacked(blocks[..., 2:].flatten(1)), scale, torch.zeros_like(scale))]
+    return _planes(unpacked(blocks[..., 2:].flatten(1)), scale, torch.zeros_like(scale))
 
 
-def _split_q4_1(blocks_NB: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _split_q4_1(blocks_NB: Tensor) -> Planes:
     blocks = blocks_NB.unflatten(1, (-1, 20))
     scale = _half(blocks, 0)
-    return [_plane(unpacked(blocks[..., 4:].flatten(1)), scale, _half(blocks, 2) + 8 * scale)]
+    return _planes(unpacked(blocks[..., 4:].flatten(1)), scale, _half(blocks, 2) + 8 * scale)
 
 
-def _split_q8_0(blocks_NB: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _split_q8_0(blocks_NB: Tensor) -> Planes:
     blocks = blocks_NB.unflatten(1, (-1, 34))
     codes = blocks[..., 2:].contiguous().view(torch.int8).to(torch.int16)
     return _two_planes(codes.flatten(1), _half(blocks, 0))
 
 
-def _two_planes(codes_NK: Tensor, scale_NU: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Split code + 128 = 16 high + low; the second zero makes up for 128 and for the offset of 8 in each plane."""
+def _two_planes(codes_NK: Tensor, scale_NU: Tensor) -> Planes:
+    """Split code + 128 = 16 high + low; the low zero makes up for 128 and for the offset of 8 in each half."""
     shifted = codes_NK + 128
-    high = _plane(shifted >> 4, 16 * scale_NU, torch.zeros_like(scale_NU))
-    return [high, _plane(shifted & 15, scale_NU, 8 * scale_NU)]
+    codes = torch.cat((shifted >> 4, shifted & 15), dim=1)
+    zeros = torch.cat((torch.zeros_like(scale_NU), 8 * scale_NU), dim=1)
+    return _planes(codes, torch.cat((16 * scale_NU, scale_NU), dim=1), zeros)
 
 
-_SPLIT: dict[str, Callable[[Tensor], list[tuple[Tensor, Tensor]]]] = {
-    "q4_0": _split_q4_0, "q4_1": _split_q4_1, "q8_0": _split_q8_0,
-}  # fmt: skip
+_SPLIT: dict[str, Callable[[Tensor], Planes]] = {"q4_0": _split_q4_0, "q4_1": _split_q4_1, "q8_0": _split_q8_0}

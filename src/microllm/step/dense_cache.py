@@ -33,10 +33,10 @@ class DenseCache:
     ) -> None:  # fmt: skip
         if num_rows < 1 or capacity < 1:
             raise RequestError(f"got {num_rows} rows, capacity {capacity}; need both at least 1")
-        shape = (config.num_hidden_layers, num_rows, capacity, config.num_key_value_heads, config.head_dim)
-        try:
-            self._all_keys = self.keys = torch.zeros(shape, dtype=dtype, device=device)
-            self._all_values = self.values = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (config.num_hidden_layers, num_rows, config.num_key_value_heads, capacity, config.head_dim)
+        try:  # a head's tokens lie together, which is the order that attention reads them in
+            self._all_keys = self.keys = torch.zeros(shape, dtype=dtype, device=device).transpose(2, 3)
+            self._all_values = self.values = torch.zeros(shape, dtype=dtype, device=device).transpose(2, 3)
         except RuntimeError as error:  # torch's own out-of-memory error is one of them
             num_bytes = 2 * math.prod(shape) * dtype.itemsize
             raise UnavailableError(
@@ -77,6 +77,10 @@ class DenseCache:
         Shapes:  k, v [B, T, G, D], positions [B, T] as ``reserve`` gave them -> two views [B, S, G, D]
         """
         filled = self._filled + positions.shape[1]
+        if self.num_rows == 1:  # one row's tokens lie side by side
+            for buffer, new in ((self.keys, k), (self.values, v)):
+                buffer[layer, :, self._filled : filled] = new
+            return self.keys[layer, :, :filled], self.values[layer, :, :filled]
         keys = ops.kv_store(self.keys[layer], k, positions)
         values = ops.kv_store(self.values[layer], v, positions)
         return keys[:, :filled], values[:, :filled]
