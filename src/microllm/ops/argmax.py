@@ -40,10 +40,7 @@ def lm_head_argmax(x: Tensor, w: Tensor, *, out: Out = None, sink: Sink = None) 
 
 def argmax_reference(logits: Tensor) -> Tensor:
     """Return each row's lowest index of its largest value, or -1."""
-    best = logits.amax(dim=1, keepdim=True)
-    index = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
-    token = torch.where(logits == best, index, logits.shape[1]).amin(dim=1)
-    return torch.where(best.squeeze(1).isfinite(), token, -1)
+    return torch.where(logits.amax(dim=1).isfinite(), logits.argmax(dim=1), -1)  # torch takes the first of equals
 
 
 def _head_reference(x: Tensor, w: Tensor, sink: Sink = None) -> Tensor:
