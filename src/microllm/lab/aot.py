@@ -9,10 +9,13 @@ Source:  ``triton.compile`` with an ``ASTSource`` and a ``GPUTarget``; cuobjdump
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +52,9 @@ class Compilation:
 def compile_all(
     tables: Mapping[str, Sequence[Compiled]] | None = None, targets: Mapping[str, Target] = TARGETS
 ) -> Iterator[Compilation]:
-    """Compile every case for every target, one after the other; Triton keeps what it compiled in its cache.
+    """Compile every case for every target, in their order; Triton keeps what it compiled in its cache.
 
-    ``tables``: cases by file; None takes those of ``ops/kernels``.
+    ``tables``: cases by file, compiled in this process; None takes those of ``ops/kernels``, a process for each core.
 
     Raises:
         MissingExtraError: triton is absent.
@@ -64,13 +67,28 @@ def compile_all(
     if knobs.runtime.interpret:
         raise UnavailableError("got TRITON_INTERPRET=1; need kernels that are compiled; unset it and start again")
     if tables is None:
-        from microllm.ops.kernels import COMPILED  # noqa: PLC0415 - brings triton
-
-        tables = COMPILED
+        yield from _compile_ours(targets)
+        return
     for file, cases in tables.items():
         for number, case in enumerate(cases):
             for target in targets.values():
                 yield compile_case(file, number, case, target)
+
+
+def _compile_ours(targets: Mapping[str, Target]) -> Iterator[Compilation]:
+    from microllm.ops.kernels import COMPILED  # noqa: PLC0415 - brings triton
+
+    cases = [(file, number) for file, table in COMPILED.items() for number in range(len(table))]
+    jobs = [(*case, target) for case in cases for target in targets.values()]
+    ignore = (signal.SIGINT, signal.SIG_IGN)  # is for this process: no new job begins
+    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=signal.signal, initargs=ignore) as pool:
+        yield from pool.map(_compile_named, *zip(*jobs, strict=True))
+
+
+def _compile_named(file: str, number: int, target: Target) -> Compilation:
+    from microllm.ops.kernels import COMPILED  # noqa: PLC0415 - brings triton
+
+    return compile_case(file, number, COMPILED[file][number], target)
 
 
 def compile_case(file: str, number: int, case: Compiled, target: Target) -> Compilation:
