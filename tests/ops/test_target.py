@@ -1,5 +1,6 @@
 """The target decides what a kernel may use: a faked gfx942 gets what a gfx942 has, with no GPU at all."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -73,3 +74,10 @@ def test_launches_overlap_only_where_the_target_can(monkeypatch, name, overlaps)
     with launch.overlapped():
         assert launch.pdl(GPU) == overlaps
     assert not launch.pdl(GPU)
+
+
+def test_a_launch_that_does_not_overlap_names_no_option_that_amds_compiler_does_not_know():
+    assert launch.overlapping(True) == {"launch_pdl": True}
+    assert launch.overlapping(False) == {}
+    files = list(Path(launch.__file__).parent.glob("*.py"))
+    assert [path.name for path in files if "launch_pdl" in path.read_text()] == ["launch.py"]

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from microllm.ops.contract import Out, Outs
-from microllm.ops.kernels.launch import Compiled, pdl, row_stride, scratch, stream_of
+from microllm.ops.kernels.launch import Compiled, overlapping, pdl, row_stride, scratch, stream_of
 
 MAX_D = 8192
 """Longest row that is kept in registers: 32 values a thread of eight warps."""
@@ -124,7 +124,7 @@ def _launch(x: Tensor, residual: Out, w: Tensor, total: Out, y: Tensor, eps: flo
     overlap = pdl(x.device)
     rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x, residual, w, total, y, num_rows, row_stride(x), row_stride(residual), row_stride(total), row_stride(y), eps,
-        D=D, BLOCK=block, ROWS=rows, PDL=overlap, num_warps=num_warps, launch_pdl=overlap,
+        D=D, BLOCK=block, ROWS=rows, PDL=overlap, num_warps=num_warps, **overlapping(overlap),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from microllm.ops.contract import Out, Outs, Sink
-from microllm.ops.kernels.launch import Compiled, pdl
+from microllm.ops.kernels.launch import Compiled, overlapping, pdl
 
 MAX_D = 1024
 """Widest head that a tile holds."""
@@ -180,7 +180,7 @@ def _launch(
     rope_kernel[(tiles,)](
         q, k, *outs, *weights, *normed, cos, sin, positions, *q.stride()[:3], *k.stride()[:3],
         *outs[0].stride()[:3], *outs[1].stride()[:3], *angle_strides, position_b, B, T, C, eps,
-        H=H, G=G, D=D, P=P, INTERLEAVED=interleaved, INVERSE=inverse, PDL=overlap, **sizes, launch_pdl=overlap,
+        H=H, G=G, D=D, P=P, INTERLEAVED=interleaved, INVERSE=inverse, PDL=overlap, **sizes, **overlapping(overlap),
     )  # fmt: skip
 
 
