@@ -333,6 +333,17 @@ def test_guessing_ahead_changes_no_token_and_reports_what_it_won(llm, drafts, pa
     assert report.num_steps < max(len(c.token_ids) for c in got) + 3
 
 
+def test_a_guess_beyond_a_stop_is_not_taken(llm):
+    letter = llm.tokenizer.encode("a")[-1]
+    params = replace(GREEDY, logit_bias={letter: 100.0}, stop=["aaa"], max_tokens=9)
+    engine = engine_of(llm, speculate=7, max_rows=2)
+    (request,) = engine.add("aaaa", params)
+    drain(engine)
+    assert (request.completion.token_ids, request.finish_reason) == ((letter,) * 3, "stop")
+    assert request.finished_step == 2
+    assert engine.report().num_drafts_accepted == 1
+
+
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.8, seed=3, logit_bias={70: 8.0, 71: 8.0})])
 def test_a_draft_model_guesses_and_changes_no_token(llm, params):
     params = replace(params, max_tokens=40, logprobs=1)
