@@ -49,11 +49,14 @@ def start_llama_cpp(model: str, prompt: str, num_threads: int) -> str:
 def convert(model: str, directory: str) -> None:
     """Write a GGUF file's weights in bf16 and its tokenizer as ``transformers`` saves them."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder, file = _split(model)
     twin = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16, local_files_only=True)
-    twin.save_pretrained(directory)
+    config = AutoConfig.from_pretrained(folder, gguf_file=file, local_files_only=True)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # one read from GGUF refuses to be saved
+    plain.load_state_dict(twin.state_dict())
+    plain.save_pretrained(directory)
     AutoTokenizer.from_pretrained(folder, gguf_file=file, local_files_only=True).save_pretrained(directory)
 
 

@@ -81,6 +81,22 @@ class Starts:
         memory = f"{self.peak_bytes / 2**20:,.0f} MiB"
         return f"first token after {self.median_s:.2f} s (median of {times}), peak memory {memory}"
 
+    def warm(self, *, is_peer: bool) -> None:
+        """Start it untimed; a peer that fails is missing, and says why.
+
+        Raises:
+            UnavailableError: ours failed.
+        """
+        if self.missing:
+            return
+        try:
+            _run_once(self.command())
+        except UnavailableError as error:
+            if not is_peer:
+                raise
+            absent = [module for module in INSTALL if f"No module named '{module}'" in str(error)]
+            self.missing = f"got no module {absent[0]!r}; run: {INSTALL[absent[0]]}" if absent else str(error)
+
     def run(self) -> None:
         """Start it once more."""
         first_s, peak_bytes, answer = _run_once(self.command())
@@ -119,13 +135,7 @@ def measure_startup(config: StartupConfig, progress: Callable[[str], None] = lam
         all_starts = list(_programs(config, source, Path(folder), progress))
         for starts in all_starts[:1] + all_starts[2:]:  # ours with nothing cached reads what ours has read
             progress(f"warming {starts.name}")
-            try:
-                _run_once(starts.command())
-            except UnavailableError as error:
-                if starts is all_starts[0]:
-                    raise
-                missing = [module for module in INSTALL if f"No module named '{module}'" in str(error)]
-                starts.missing = f"got no {missing[0]}; run: {INSTALL[missing[0]]}" if missing else str(error)
+            starts.warm(is_peer=starts is not all_starts[0])
         running, imports = [starts for starts in all_starts if not starts.missing], [_run_once(_IMPORT_TORCH)]
         for number in range(config.repeats):  # in turns, so that a busy moment of the machine meets all
             for starts in running if number % 2 == 0 else reversed(running):
@@ -163,9 +173,11 @@ def _programs(
         if source.kind == "gguf":
             progress("making the directory that transformers starts from")
             directory = str(folder / "model")
-            subprocess.run([*_PEER, "convert", str(source.path), directory], capture_output=True, check=False)
+            convert = [*_PEER, "convert", str(source.path), directory]
+            done = subprocess.run(convert, capture_output=True, text=True, errors="replace", check=False)
+            missing = f"got no directory made of the file: {done.stderr[-300:].strip()}" if done.returncode else ""
             other = [*environment, *_PEER, "transformers", directory, *told]
-            yield Starts(name="transformers safetensors", command=lambda: other)
+            yield Starts(name="transformers safetensors", command=lambda: other, missing=missing)
 
 
 def _rows(config: StartupConfig, all_starts: list[Starts], import_torch_s: float) -> Iterator[Row]:
