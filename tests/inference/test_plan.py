@@ -173,7 +173,7 @@ def test_auto_takes_the_demos_blocks_as_they_are(demo):
     assert is_four_bit(checkpoint)
     llm = load("demo", device="cpu")
     assert (llm.precision, llm.dtype) == ("int4", torch.float32)
-    assert llm.model.weights.kernels == {"torch int4": 120, "torch int8": 1}
+    assert llm.model.weights.kernels == {"torch int4": 120, "torch int4, refined": 1}
     params = SamplingParams(temperature=0, max_tokens=12)
     text = "Question: What is the capital of France?\nAnswer: The capital of France is"
     assert "Paris" in llm.generate(text, params).text

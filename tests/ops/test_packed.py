@@ -7,7 +7,16 @@ import torch
 from torch.nn import functional
 
 from microllm.errors import OperatorError
-from microllm.ops.packed import DenseWeight, Int4Weight, int4_planes, quantised_planes, rounded
+from microllm.ops.packed import (
+    DenseWeight,
+    Int4Weight,
+    RefinedWeight,
+    high_planes,
+    int4_planes,
+    q8_0_codes,
+    quantised_planes,
+    rounded,
+)
 
 N, K = 48, 96
 
@@ -96,3 +105,21 @@ def test_the_wide_weight_is_made_once_and_only_for_many_rows():
 def test_what_cannot_be_packed_is_refused(blocks, kind):
     with pytest.raises(OperatorError, match="pack it as floats"):
         int4_planes(blocks, kind)
+
+
+def test_a_refined_head_is_exact_where_it_is_largest_and_near_elsewhere(monkeypatch):
+    monkeypatch.setattr(RefinedWeight, "NUM_REFINED", 8)
+    blocks, w = stored("q8_0")
+    codes, scale = q8_0_codes(blocks)
+    assert torch.equal((codes.float().unflatten(1, (-1, 32)) * scale[..., None]).flatten(1), w)
+    head = RefinedWeight(high_planes(blocks), K, lambda ids: w[ids], lambda: w)
+    x = torch.randn(3, K)
+    exact = functional.linear(x, w)
+    for found in (head(x), torch.cat([head.bind(row[None])() for row in x])):
+        largest = exact.topk(3).indices
+        assert torch.allclose(found.gather(1, largest), exact.gather(1, largest), atol=1e-4)
+        assert (found - exact).abs().max() < 0.25 * exact.std()
+        assert (found - exact).mean().abs() < 0.02 * exact.std()
+    many = torch.randn(9, K)
+    assert torch.allclose(head(many), functional.linear(many, w), atol=1e-4)
+    assert not head(torch.full((1, K), torch.nan)).isfinite().any()

@@ -21,6 +21,8 @@ from microllm.config import ModelConfig
 from microllm.inference.plan_weights import LayerWeights, PlanWeights
 from microllm.step import DenseCache
 
+_silu = torch._C._nn.silu  # pyright: ignore[reportAttributeAccessIssue]  (functional.silu takes no out)
+
 
 class _Buffers:
     """What a step works in; every layer uses the same."""
@@ -86,7 +88,7 @@ class DecodeStep:
             self._keys_L1GCK.narrow(3, 0, seen).unbind(0), self._values_L1GCK.narrow(3, 0, seen).unbind(0),
             strict=True,
         )  # fmt: skip
-        attend, multiply, silu = functional.scaled_dot_product_attention, torch.mul, torch.ops.aten.silu.out
+        attend, multiply = functional.scaled_dot_product_attention, torch.mul
         for layer, key_slot, value_slot, keys, values in slots:
             normalise(layer.input_norm)
             b.qkv.copy_(layer.qkv())
@@ -99,7 +101,7 @@ class DecodeStep:
             x.add_(layer.output())
             normalise(layer.ffn_norm)
             b.gate_up.copy_(layer.gate_up())
-            silu(b.gate, out=active)
+            _silu(b.gate, out=active)
             active.mul_(b.up)
             x.add_(layer.down())
         normalise(self._norm)
@@ -112,11 +114,10 @@ class DecodeStep:
 
 def _bound_norm(buffers: _Buffers, config: ModelConfig) -> Callable[[Tensor], None]:
     """Return a call that puts the stream at unit root mean square, times a weight [D], into ``normed``."""
-    x, row, normed, multiply, dot = buffers.x, buffers.x[0], buffers.normed, torch.mul, torch.dot
-    eps, share = config.rms_norm_eps, 1 / config.hidden_size
+    x, row, normed, zero, dot = buffers.x, buffers.x[0], buffers.normed, torch.zeros(1), torch.dot
+    eps, share, add_product = config.rms_norm_eps, 1 / config.hidden_size, torch.addcmul
 
     def normalise(weight_D: Tensor) -> None:
-        multiply(x, weight_D, out=normed)
-        normed.mul_(1 / math.sqrt(dot(row, row).item() * share + eps))
+        add_product(zero, x, weight_D, value=1 / math.sqrt(dot(row, row).item() * share + eps), out=normed)
 
     return normalise

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-_FORMAT = 2
+_FORMAT = 3
 """To be raised with every change of what the packed bytes mean."""
 _KEEP = 4
 """Packed files that stay; the least recently used go."""

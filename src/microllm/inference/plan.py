@@ -61,24 +61,25 @@ class Plan(nn.Module):
             if T > self.config.max_position_embeddings:
                 raise RequestError(f"got {T} tokens; need at most {self.config.max_position_embeddings} (the context)")
             cache = self.new_cache(B, T)
-        positions_BT = cache.reserve(T)
         if B == T == cache.num_rows == 1 and num_tokens_B is None:
             return self._decode(token_ids_BT, cache)
+        positions_BT = cache.reserve(T)
+        last_B = torch.full((B,), T - 1) if num_tokens_B is None else (num_tokens_B - 1).clamp(min=0)
+        wanted_M = torch.arange(B) * T + last_B if last_only else None
         x_MD = self.weights.embedding(token_ids_BT.flatten())
         turns_M1P = self._turns(positions_BT.flatten()).unsqueeze(1)
+        turns = turns_M1P * self.config.head_dim**-0.5, turns_M1P  # a query's own is scaled for its scores
         for index, layer in enumerate(self.weights.layers):
-            x_MD = self._layer(index, layer, x_MD, turns_M1P, positions_BT, cache)
+            is_last = index == len(self.weights.layers) - 1
+            x_MD = self._layer(index, layer, x_MD, turns, positions_BT, cache, wanted_M if is_last else None)
         cache.advance(
             T if num_tokens_B is None else num_tokens_B, T if num_tokens_B is None else int(num_tokens_B.max())
         )
-        x_BTD = x_MD.view(B, T, -1)
-        if last_only:
-            last_B = torch.full((B,), T - 1) if num_tokens_B is None else (num_tokens_B - 1).clamp(min=0)
-            x_BTD = x_BTD[torch.arange(B), last_B].unsqueeze(1)
-        return self.weights.head(self._normed(x_BTD.flatten(0, 1), self.weights.norm)).float().unflatten(0, (B, -1))
+        return self.weights.head(self._normed(x_MD, self.weights.norm)).float().unflatten(0, (B, -1))
 
     def _decode(self, token_ids_11: Tensor, cache: DenseCache) -> Tensor:
         """Run one token of one sequence through the bound step."""
+        cache.check_room(1)
         step = self._steps.get(cache)
         if step is None:
             step = DecodeStep(self.weights, cache, self._turns(torch.arange(cache.capacity)))
@@ -95,32 +96,40 @@ class Plan(nn.Module):
         return functional.rms_norm(x_MD, weight_D.shape, weight_D, self.config.rms_norm_eps)
 
     def _layer(
-        self, index: int, layer: LayerWeights, x_MD: Tensor, turns_M1P: Tensor, positions_BT: Tensor, cache: DenseCache
-    ) -> Tensor:
-        """Return the stream after one layer, [M, D] fp32."""
+        self, index: int, layer: LayerWeights, x_MD: Tensor, turns: tuple[Tensor, Tensor], positions_BT: Tensor,
+        cache: DenseCache, wanted_M: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Return the stream after one layer, fp32: [M, D], or of the wanted tokens alone.
+
+        What is not wanted of the last layer ends with its keys and values.
+        """
         config, heads = self.config, (*positions_BT.shape, -1, self.config.head_dim)
         H, G = config.num_attention_heads, config.num_key_value_heads
         qkv_MNK = layer.qkv(self._normed(x_MD, layer.input_norm)).float().unflatten(1, (-1, config.head_dim))
         q_MHK, k_MGK, v_MGK = qkv_MNK.split((H, G, G), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q_MHK, k_MGK = self._normed(q_MHK, layer.q_norm), self._normed(k_MGK, layer.k_norm)
-        q_BTHK, k_BTGK = (_turned(part, turns_M1P).view(heads) for part in (q_MHK, k_MGK))
+        q_BTHK, k_BTGK = (
+            _turned(part, turn).view(heads) for part, turn in zip((q_MHK, k_MGK), turns, strict=True)
+        )  # fmt: skip
         keys_BSGK, values_BSGK = cache.store(index, k_BTGK, v_MGK.reshape(heads), positions_BT)
         if len(positions_BT) == 1:
             context = self._attend(q_BTHK[0], keys_BSGK[0], values_BSGK[0])
         else:
-            context = ops.attention(q_BTHK, keys_BSGK, values_BSGK, positions_BT, scale=config.head_dim**-0.5)
-        x_MD = x_MD + layer.output(context.reshape(len(x_MD), -1))
-        gate_MF, up_MF = layer.gate_up(self._normed(x_MD, layer.ffn_norm)).chunk(2, dim=1)
-        return x_MD + layer.down(functional.silu(gate_MF).mul_(up_MF))
+            context = ops.attention(q_BTHK, keys_BSGK, values_BSGK, positions_BT, scale=1.0)
+        context_MN = context.reshape(len(x_MD), -1)
+        if wanted_M is not None:
+            x_MD, context_MN = x_MD[wanted_M], context_MN[wanted_M]
+        x_MD = x_MD + layer.output(context_MN)
+        return x_MD.add_(layer.down(layer.gate_up.swiglu(self._normed(x_MD, layer.ffn_norm))))
 
     def _attend(self, q_THK: Tensor, keys_SGK: Tensor, values_SGK: Tensor) -> Tensor:
-        """Attend causally, the last query to the last key, a block of queries at a time: [T, H, K].
+        """Attend causally, the last query (scaled) to the last key, a block of queries at a time: [T, H, K].
 
         torch's own attention takes twice as long for the causal form on a CPU.
         """
         T, S, G = len(q_THK), *keys_SGK.shape[:2]
-        q_GTRK = q_THK.unflatten(1, (G, -1)).transpose(0, 1) * self.config.head_dim**-0.5
+        q_GTRK = q_THK.unflatten(1, (G, -1)).transpose(0, 1)
         q_GTRK, keys_GSK, values_GSK = (
             t.to(self._wide_dtype) for t in (q_GTRK, keys_SGK.transpose(0, 1), values_SGK.transpose(0, 1))
         )
@@ -138,5 +147,5 @@ class Plan(nn.Module):
 
 def _turned(heads_MHK: Tensor, turns_M1P: Tensor) -> Tensor:
     """Return heads whose elements lie in pairs, each pair turned by its angle."""
-    pairs = torch.view_as_complex(heads_MHK.unflatten(2, (-1, 2)).contiguous())
+    pairs = torch.view_as_complex(heads_MHK.unflatten(2, (-1, 2)))
     return torch.view_as_real(pairs * turns_M1P).flatten(2)

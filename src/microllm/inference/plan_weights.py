@@ -24,7 +24,10 @@ from microllm.ops.packed import (
     Int4Weight,
     PackedWeight,
     Planes,
+    RefinedWeight,
+    high_planes,
     int4_planes,
+    q8_0_codes,
     quantised_planes,
     rounded,
 )
@@ -47,11 +50,11 @@ class Embedding:
 
     def __call__(self, ids_M: Tensor) -> Tensor:
         """Return the rows that ids name: [M, D] fp32, exact."""
-        x_MD = self._values[ids_M].float()
+        x_MD = self._values.index_select(0, ids_M).float()
         if self._scale is None:
             return x_MD
-        scale = self._scale[ids_M]
-        return (x_MD.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+        scale_MU = self._scale.index_select(0, ids_M)
+        return x_MD.view(*scale_MU.shape, -1).mul_(scale_MU.unsqueeze(2)).view(x_MD.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +103,21 @@ def pack_weights(
 ) -> PlanWeights:  # fmt: skip
     """Return a checkpoint's weights packed for this CPU.
 
-    "int4" takes four- and eight-bit blocks of a GGUF file as they are, and rounds floats to 16 steps a group (the head
-    to 256); "int8" rounds floats to 256 steps. What cannot be packed so stays bf16. ``wide_dtype`` is what products of
-    many rows are made in. ``packed_file`` gives what an earlier load packed, and takes what this one does.
+    "int4" takes four- and eight-bit blocks of a GGUF file as they are (an eight-bit head refined), and rounds floats to
+    16 steps a group (the head to 256); "int8" rounds floats to 256 steps. What cannot be packed so stays bf16.
+    ``wide_dtype`` is what products of many rows are made in. ``packed_file`` gives what an earlier load packed, and
+    takes what this one does.
 
     Raises:
         CheckpointError: a file is damaged.
     """
     packer = _Packer(weights, config, precision, wide_dtype, packed_file)
     layers = tuple(packer.layer(f"layers.{index}.") for index in range(config.num_hidden_layers))
-    head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
+    embedding, head = packer.table("embed_tokens.weight"), "lm_head.weight"
+    tied = config.tie_word_embeddings
     return PlanWeights(
-        config=config, precision=precision, embedding=packer.embedding(), layers=layers,
-        norm=packer.vector("norm.weight"), head=packer.matrix("head", [head], bits=8),
+        config=config, precision=precision, embedding=embedding, layers=layers, norm=packer.vector("norm.weight"),
+        head=packer.head("embed_tokens.weight", embedding) if tied else packer.head(head, packer.table(head)),
     )  # fmt: skip
 
 
@@ -152,15 +157,20 @@ class _Packer:
         """Return a norm's weight in fp32."""
         return self._weights.read(name).float()
 
-    def embedding(self) -> Embedding:
-        """Return the token table."""
-        name = "embed_tokens.weight"
+    def table(self, name: str) -> Embedding:
+        """Return a table of rows."""
         if self._precision in ("int4", "int8") and self._weights.packed_type(name) == "q8_0":
-            blocks = self._weights.read_packed(name).unflatten(1, (-1, 34))
-            scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0].float()
-            return Embedding(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), scale)
+            return Embedding(*q8_0_codes(self._weights.read_packed(name)))
         values = self._weights.read(name)
         return Embedding(values if self._precision != "bf16" else values.to(torch.bfloat16))
+
+    def head(self, name: str, table: Embedding) -> PackedWeight:
+        """Return the matrix that gives logits; ``table`` holds the same rows."""
+        rows, columns = self._shapes[name]
+        if self._precision != "int4" or self._weights.packed_type(name) != "q8_0" or rows % 16 or columns % GROUP:
+            return self.matrix("head", [name.removesuffix(".weight")], bits=8)
+        planes = self._kept("head", lambda: high_planes(self._weights.read_packed(name)))
+        return RefinedWeight(planes, columns, table, lambda: self._weights.read(name).to(self._wide_dtype))
 
     def matrix(self, key: str, parts: list[str], bits: int = 4) -> PackedWeight:
         """Return matrices stacked along their rows, packed."""

@@ -43,6 +43,16 @@ def argmax_reference(logits: Tensor) -> Tensor:
     return torch.where(logits.amax(dim=1).isfinite(), logits.argmax(dim=1), -1)  # torch takes the first of equals
 
 
+def _argmax_vendor(logits: Tensor) -> Tensor:
+    """Take numpy's argmax, which uses the processor's vectors where torch's does not; a NaN counts as the largest."""
+    token = torch.from_numpy(logits.detach().numpy().argmax(axis=1))
+    return torch.where(logits.gather(1, token[:, None])[:, 0].isfinite(), token, -1)
+
+
+def _argmax_suits(logits: Tensor) -> tuple[bool, str]:
+    return logits.dtype == torch.float32, "numpy's argmax, for fp32"
+
+
 def _head_reference(x: Tensor, w: Tensor, sink: Sink = None) -> Tensor:
     logits = functional.linear(x, w)
     if sink is not None:
@@ -62,7 +72,8 @@ _TOKEN = (Arg("token", "A", dtypes=INT64),)
 ARGMAX = Operator(Contract(
     name="argmax", args=(Arg("logits", "AV"),), results=_TOKEN,
     rules=(Rule("V above 0", lambda logits: logits.shape[1] > 0, ({"logits": torch.zeros(2, 0)},)),),
-    reference=argmax_reference, levels=TRITON, invariant=("triton",),
+    reference=argmax_reference, vendor=_argmax_vendor, vendor_suits=_argmax_suits,
+    levels={"cpu": ("vendor", "reference"), "cuda": ("triton", "reference")}, invariant=("triton",),
     sizes=cases("A4 V1000", "A1 V1", "A64 V3", "A0 V3"), forward=EXACT, num_flops=lambda s: s["A"] * s["V"],
 ))  # fmt: skip
 

@@ -28,7 +28,8 @@ MAX_NARROW_ROWS = 8
 Product = Callable[[], Tensor]
 Planes = tuple[Tensor, Tensor]
 """Packed four-bit codes, and the scale and zero of each group."""
-_int4_product = torch._weight_int4pack_mm_for_cpu  # the quickest of its names: a decode step has over a hundred calls
+# The quickest of its names: a decode step calls it over a hundred times.
+_int4_product: Callable[..., Tensor] = torch._weight_int4pack_mm_for_cpu  # pyright: ignore[reportPrivateImportUsage]
 
 
 class PackedWeight(Protocol):
@@ -45,6 +46,10 @@ class PackedWeight(Protocol):
         """Return a call that multiplies what ``x_1K`` (fp32) then holds."""
         ...
 
+    def swiglu(self, x_MK: Tensor) -> Tensor:
+        """Return silu(gate) * up of a weight that stacks [gate; up]: [M, N / 2]."""
+        ...
+
     @property
     def num_bytes(self) -> int:
         """Return the bytes that one row's product reads."""
@@ -57,33 +62,37 @@ def has_bf16() -> bool:
 
 
 class DenseWeight:
-    """A matrix of floats, reordered by oneDNN where torch has it (else as it is).
+    """A matrix of floats, reordered by oneDNN where torch has it, else as it is; silu of the result, if asked.
 
     Numbers: fp32 accumulation; the result in the weight's dtype
     """
 
-    def __init__(self, w_NK: Tensor, bias_N: Tensor | None = None) -> None:
-        self._dtype, self._bias = w_NK.dtype, None if bias_N is None else bias_N.to(w_NK.dtype)
+    def __init__(self, w_NK: Tensor, bias_N: Tensor | None = None, *, silu: bool = False) -> None:
+        self.dtype, self._bias = w_NK.dtype, None if bias_N is None else bias_N.to(w_NK.dtype)
         self._num_bytes = w_NK.numel() * w_NK.element_size()
         name = str(w_NK.dtype).removeprefix("torch.")
         if torch.backends.mkldnn.is_available() and (w_NK.dtype == torch.float32 or has_bf16()):
             self._product = torch.ops.mkldnn._linear_pointwise.default
             self._weight = torch.ops.mkldnn._reorder_linear_weight(w_NK.contiguous())
-            self._tail, self.kernel = ("none", [], ""), f"oneDNN {name}"
+            self._tail, self.kernel = ("swish" if silu else "none", [], ""), f"oneDNN {name}"
         else:
-            self._product, self._weight, self._tail = functional.linear, w_NK.contiguous(), ()
+            self._product, self._weight, self._tail = _linear_silu if silu else functional.linear, w_NK.contiguous(), ()
             self.kernel = f"torch linear {name}"
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         """Return x times the transposed weight, plus bias: [M, N] in the weight's dtype."""
-        return self._product(x_MK.to(self._dtype), self._weight, self._bias, *self._tail)
+        return self._product(x_MK.to(self.dtype), self._weight, self._bias, *self._tail)
+
+    def swiglu(self, x_MK: Tensor) -> Tensor:
+        """Return silu(gate) * up of a weight that stacks [gate; up]: [M, N / 2]."""
+        return _swiglu(self(x_MK))
 
     def bind(self, x_1K: Tensor) -> Product:
         """Return a call that multiplies what ``x_1K`` (fp32) then holds."""
         product, weight, bias, tail = self._product, self._weight, self._bias, self._tail
-        if self._dtype == torch.float32:
+        if self.dtype == torch.float32:
             return lambda: product(x_1K, weight, bias, *tail)
-        row = torch.empty_like(x_1K, dtype=self._dtype)
+        row = torch.empty_like(x_1K, dtype=self.dtype)
         return lambda: product(row.copy_(x_1K), weight, bias, *tail)
 
     @property
@@ -105,7 +114,9 @@ class Int4Weight:
     def __init__(self, planes: Planes, num_in: int, bias_N: Tensor | None, wide: Callable[[], Tensor]) -> None:
         self.planes, self._bias = planes, bias_N
         self._num_in, self._num_planes = num_in, GROUP * len(planes[1]) // num_in
-        self._make_wide, self._wide = wide, None
+        self._make_wide = wide
+        self._wide: DenseWeight | None = None
+        self._halves: tuple[DenseWeight, DenseWeight] | None = None
         self.kernel = f"torch int{4 * self._num_planes}"
 
     def __call__(self, x_MK: Tensor) -> Tensor:
@@ -116,6 +127,17 @@ class Int4Weight:
             return self._wide(x_MK)
         y_MN = _int4_product(x_MK.to(torch.bfloat16).repeat(1, self._num_planes), self.planes[0], GROUP, self.planes[1])
         return y_MN if self._bias is None else y_MN + self._bias
+
+    def swiglu(self, x_MK: Tensor) -> Tensor:
+        """Return silu(gate) * up of a weight that stacks [gate; up]: [M, N / 2]."""
+        if len(x_MK) <= MAX_NARROW_ROWS:
+            return _swiglu(self(x_MK))
+        if self._halves is None:
+            (gate, up), bias = self._make_wide().chunk(2), self._bias
+            gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
+            self._halves = DenseWeight(gate, gate_bias, silu=True), DenseWeight(up, up_bias)
+        x_MK = x_MK.to(self._halves[0].dtype)
+        return self._halves[0](x_MK).mul_(self._halves[1](x_MK))
 
     def bind(self, x_1K: Tensor) -> Product:
         """Return a call that multiplies what ``x_1K`` (fp32) then holds."""
@@ -134,6 +156,65 @@ class Int4Weight:
         return sum(t.numel() * t.element_size() for t in self.planes)
 
 
+class RefinedWeight:
+    """A tall matrix of eight-bit codes, for a head: a row's ``NUM_REFINED`` largest results exact, the others coarse.
+
+    One product by the high halves of the codes finds the largest results, which are then multiplied again by whole
+    rows of ``table``; more than 8 rows are multiplied by ``wide`` and exact throughout.
+
+    Numbers: refined results as fp32 of the stored codes; the others miss the codes' low halves, as four-bit weights do
+    """
+
+    NUM_REFINED = 128
+
+    def __init__(
+        self, high: Planes, num_in: int, table: Callable[[Tensor], Tensor], wide: Callable[[], Tensor]
+    ) -> None:
+        self._coarse, self._table = Int4Weight(high, num_in, None, wide), table
+        self.kernel = "torch int4, refined"
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        """Return x times the transposed weight: [M, N] fp32."""
+        y_MN = self._coarse(x_MK).float()
+        if len(x_MK) <= MAX_NARROW_ROWS:
+            for x_K, y_N in zip(x_MK.float(), y_MN, strict=True):
+                self._refine(x_K, y_N)
+        return y_MN
+
+    def bind(self, x_1K: Tensor) -> Product:
+        """Return a call that multiplies what ``x_1K`` (fp32) then holds."""
+        coarse, x_K = self._coarse.bind(x_1K), x_1K[0]
+
+        def product() -> Tensor:
+            y_1N = coarse().float()
+            self._refine(x_K, y_1N[0])
+            return y_1N
+
+        return product
+
+    def _refine(self, x_K: Tensor, y_N: Tensor) -> None:
+        largest = y_N.topk(min(self.NUM_REFINED, len(y_N)), sorted=False).indices
+        y_N.index_copy_(0, largest, torch.mv(self._table(largest), x_K))
+
+    def swiglu(self, x_MK: Tensor) -> Tensor:
+        """Return silu(gate) * up of a weight that stacks [gate; up]: [M, N / 2]."""
+        return _swiglu(self(x_MK))
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that one row's product reads."""
+        return self._coarse.num_bytes
+
+
+def _linear_silu(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    return functional.silu(functional.linear(x_MK, w_NK, bias_N))
+
+
+def _swiglu(gate_up_MN: Tensor) -> Tensor:
+    gate, up = gate_up_MN.chunk(2, dim=1)
+    return functional.silu(gate).mul_(up)
+
+
 def int4_planes(blocks_NB: Tensor, stored: str) -> Planes:
     """Return GGUF blocks (q4_0, q4_1, q8_0) as planes for ``Int4Weight``.
 
@@ -149,6 +230,18 @@ def int4_planes(blocks_NB: Tensor, stored: str) -> Planes:
             f"got {stored} with {N} rows; need one of {', '.join(_SPLIT)}, with a multiple of 16; pack it as floats"
         )
     return _SPLIT[stored](blocks_NB)
+
+
+def high_planes(blocks_NB: Tensor) -> Planes:
+    """Return the high halves of q8_0 codes as planes, each low half taken for the mean: for ``RefinedWeight``."""
+    codes, scale = q8_0_codes(blocks_NB)
+    return _planes(codes.to(torch.int16) + 128 >> 4, 16 * scale, 7.5 * scale)
+
+
+def q8_0_codes(blocks_NB: Tensor) -> tuple[Tensor, Tensor]:
+    """Return GGUF's q8_0 blocks as int8 codes [N, K] and fp32 scales [N, K / 32]."""
+    blocks = blocks_NB.unflatten(1, (-1, 34))
+    return blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks, 0)
 
 
 def quantised_planes(w_NK: Tensor, bits: int) -> Planes:
@@ -197,9 +290,8 @@ def _split_q4_1(blocks_NB: Tensor) -> Planes:
 
 
 def _split_q8_0(blocks_NB: Tensor) -> Planes:
-    blocks = blocks_NB.unflatten(1, (-1, 34))
-    codes = blocks[..., 2:].contiguous().view(torch.int8).to(torch.int16)
-    return _two_planes(codes.flatten(1), _half(blocks, 0))
+    codes, scale = q8_0_codes(blocks_NB)
+    return _two_planes(codes.to(torch.int16), scale)
 
 
 def _two_planes(codes_NK: Tensor, scale_NU: Tensor) -> Planes:

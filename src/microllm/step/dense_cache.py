@@ -64,12 +64,16 @@ class DenseCache:
         Raises:
             RequestError: the longest row would pass the capacity; nothing has been written.
         """
+        self.check_room(num_tokens)
+        return self.lengths[:, None] + torch.arange(num_tokens, device=self.lengths.device)
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raise RequestError if the longest row would pass the capacity with so many new tokens."""
         if self._filled + num_tokens > self.capacity:
             raise RequestError(
                 f"got {self._filled} cached tokens and {num_tokens} new ones; need at most {self.capacity}; "
                 "make the cache larger or the request shorter"
             )
-        return self.lengths[:, None] + torch.arange(num_tokens, device=self.lengths.device)
 
     def store(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values, and return views of all slots that a query may see.
