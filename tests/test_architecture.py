@@ -123,7 +123,7 @@ MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 # inference +400: the engine, its scheduler and its runner; lab +140 and cli +50: the batch-invariance probe.
 # ops +2,000: kernels with their launchers and compile cases; lab and cli +160: every kernel compiled ahead of time.
 # lab +830: benchmarks beside other engines (one worker with three arms, its protocol, the rows) and the quality gate.
-# inference +450, cli +30: packed weights, the CPU's decode plan and the packed file; io +15: weights by name, blocks as stored.
+# inference +450, cli +30, io +15: packed weights, the CPU's decode plan, the packed file; weights by name, as blocks.
 # lab +280: the operators' benchmark, its shapes and what torch has for each operator.
 PACKAGE_BUDGET = 18_555
 ROOM_BUDGET: dict[str, int] = {
