@@ -1,7 +1,8 @@
 # Run from a fresh clone: each target makes the virtual environment it needs.
 #
 #     make demo          install, fetch the demo model, answer a question, compare with transformers
-#     make test          the tests: the kernels interpreted, then everything (minutes; none that needs a GPU)
+#     make test          the tests, in one process (minutes; none that needs a GPU)
+#     make test-kernels  every Triton kernel through the operators' tests, interpreted on a CPU
 #     make check         format, lint, types, and the rules of the house
 #     make test-slow     the tests that take minutes each: every kernel compiled for five targets among them
 #     make test-gpu      the kernels on this machine's GPU, then compute-sanitizer over them (PY= a CUDA build of torch)
@@ -28,7 +29,7 @@ TRITON := triton==3.6.0; platform_system == "Linux" and platform_machine == "x86
 PYTEST := $(PY) -m pytest
 ARCHITECTURE := tests/test_architecture.py
 
-.PHONY: demo venv test test-slow test-gpu check format clean
+.PHONY: demo venv test test-kernels test-slow test-gpu check format clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -48,8 +49,11 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 test: $(READY)
-	TRITON_INTERPRET=1 $(PYTEST) -m "interpreter and not gpu" tests/ops
 	$(PYTEST)
+
+# A process of its own: Triton reads TRITON_INTERPRET when a kernel is decorated.
+test-kernels: $(READY)
+	TRITON_INTERPRET=1 $(PYTEST) -m "interpreter and not gpu" tests/ops
 
 test-slow: $(READY)
 	$(PYTEST) -m "slow and not gpu"

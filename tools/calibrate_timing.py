@@ -1,6 +1,6 @@
 """Record how well this machine can time: A/A sessions that must keep nothing, and planted slowdowns to be found.
 
-    python tools/calibrate_timing.py --device cpu --share                       8 minutes
+    python tools/calibrate_timing.py --device cpu --share                       15 minutes
     python tools/calibrate_timing.py --device cuda --runs 3 --share --pairs 4   5 minutes
 
 By default ten A/A sessions and five planted ones. A session is 6 fresh processes (12 where 6 leave it open); the

@@ -1,6 +1,6 @@
 """Operators' tests run twice: as they are, and with every kernel interpreted.
 
-``TRITON_INTERPRET`` is read when a kernel is decorated, so the second run is a process of its own (make test):
+``TRITON_INTERPRET`` is read when a kernel is decorated, so the second run is a process of its own (make test-kernels):
 
     TRITON_INTERPRET=1 python -m pytest tests/ops -m "interpreter and not gpu"
 
