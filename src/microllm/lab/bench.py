@@ -26,6 +26,7 @@ from microllm.evidence.environment import capture_environment
 from microllm.evidence.gates import BANDS, Metrics, gate_metrics, refusals
 from microllm.evidence.preflight import cpu_problems
 from microllm.evidence.rows import Row, environment_fields, markdown_table, write_row
+from microllm.evidence.timing import MAX_DROPPED
 from microllm.io.checkpoint import open_checkpoint
 from microllm.io.resolve import ModelSource, resolve_model
 from microllm.io.tokenizer import load_tokenizer
@@ -116,6 +117,11 @@ class ArmResult:
     def rate(self) -> float | None:
         """Return the median rate."""
         return median(self.rates) if self.rates else None
+
+    @property
+    def disturbed(self) -> bool:
+        """Return whether other work kept the cores busy in more rounds than a timing may drop."""
+        return sum(map(bool, map(cpu_problems, self.foreign_cpus))) > MAX_DROPPED * len(self.rates)
 
     @property
     def dtype(self) -> str:
@@ -331,8 +337,7 @@ def _row(fields: dict[str, Any], ours: ArmResult, peer: ArmResult | None) -> Row
     """Return the row of a pair; it has no speed of ours where parity failed, and is invalid on a busy machine."""
     missing = peer.missing if peer else ""
     parity = missing or ours.parity
-    foreign = [*ours.foreign_cpus, *(peer.foreign_cpus if peer else ())]
-    busy = parity == "pass" and foreign and cpu_problems(median(foreign))
+    busy = parity == "pass" and (ours.disturbed or (peer is not None and peer.disturbed))
     status = "unavailable" if missing else "invalid" if busy else "pass"
     rate = ours.rate if parity == "pass" else None
     return Row.model_validate({**fields, "ours": rate, "parity": parity, "status": status})
