@@ -24,7 +24,7 @@ N, K = 48, 96
 def held(planes) -> torch.Tensor:
     """What the planes hold, read out by multiplying one-hot rows."""
     one = torch.zeros(1, K)
-    product = Int4Weight(planes, K, None, lambda: pytest.fail("one row takes no wide weight")).bind(one)
+    product = Int4Weight(planes, torch.full((N, K), torch.nan)).bind(one)  # one row takes no wide weight
     columns = []
     for k in range(K):
         one.zero_()[0, k] = 1
@@ -57,7 +57,7 @@ def test_floats_round_to_the_nearest_step(bits, step):
     error = (held(quantised_planes(w, bits)) - w).abs()
     assert (error <= bound).all()
     assert error.max() > 0
-    assert ((rounded(w, bits) - w).abs() <= 0.501 * step * span[..., None].expand(-1, -1, 32).flatten(1)).all()
+    assert (held(quantised_planes(w, bits)) - rounded(w, bits)).abs().max() <= 2**-8 * w.abs().max()
 
 
 def test_constant_and_zero_groups_are_exact():
@@ -72,7 +72,7 @@ def test_any_number_of_rows_agrees_with_the_plain_product(kind, with_bias):
     bias = torch.randn(N) if with_bias else None
     if kind.startswith("q"):
         blocks, w = stored(kind)
-        weight = Int4Weight(int4_planes(blocks, kind), K, bias, lambda: w.bfloat16())
+        weight = Int4Weight(int4_planes(blocks, kind), w.bfloat16(), bias)
     else:
         w = torch.randn(N, K)
         weight = DenseWeight(w.to(getattr(torch, kind)), bias)
@@ -88,14 +88,29 @@ def test_any_number_of_rows_agrees_with_the_plain_product(kind, with_bias):
         assert (product().float() - functional.linear(one, w, bias)).abs().max() <= tolerance
 
 
-def test_the_wide_weight_is_made_once_and_only_for_many_rows():
-    w, made = torch.randn(N, K), []
-    weight = Int4Weight(quantised_planes(w, 4), K, None, lambda: made.append(1) or w)
-    weight(torch.randn(8, K))
-    assert not made
-    weight(torch.randn(9, K))
-    weight(torch.randn(20, K))
-    assert made == [1]
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_swiglu_of_any_number_of_rows_agrees(bits, with_bias):
+    w, bias = torch.randn(N, K) / K**0.5, torch.randn(N) if with_bias else None
+    held_w = rounded(w, bits)
+    weights = [Int4Weight(quantised_planes(w, bits), held_w.bfloat16(), bias, gated=True), DenseWeight(held_w, bias)]
+    for num_rows in (1, 8, 9, 30):
+        x = torch.randn(num_rows, K)
+        gate, up = functional.linear(x, held_w, bias).chunk(2, dim=1)
+        for weight in weights:
+            assert (weight.swiglu(x).float() - functional.silu(gate) * up).abs().max() < 0.06
+
+
+def test_without_onednn_or_bf16_torch_multiplies_and_says_so(monkeypatch):
+    w, bias = torch.randn(N, K), torch.randn(N)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.3)):
+        weight = DenseWeight(w.to(dtype), bias)
+        assert weight.kernel == f"torch linear {str(dtype)[6:]}"
+        x = torch.randn(3, K)
+        assert (weight(x).float() - functional.linear(x, w, bias)).abs().max() < tolerance
+        silu = DenseWeight(w.to(dtype), bias, silu=True)
+        assert (silu(x).float() - functional.silu(functional.linear(x, w, bias))).abs().max() < tolerance
 
 
 @pytest.mark.parametrize(
@@ -112,14 +127,15 @@ def test_a_refined_head_is_exact_where_it_is_largest_and_near_elsewhere(monkeypa
     blocks, w = stored("q8_0")
     codes, scale = q8_0_codes(blocks)
     assert torch.equal((codes.float().unflatten(1, (-1, 32)) * scale[..., None]).flatten(1), w)
-    head = RefinedWeight(high_planes(blocks), K, lambda ids: w[ids], lambda: w)
+    head = RefinedWeight(high_planes(blocks), lambda ids: w[ids])
     x = torch.randn(3, K)
     exact = functional.linear(x, w)
     for found in (head(x), torch.cat([head.bind(row[None])() for row in x])):
         largest = exact.topk(3).indices
         assert torch.allclose(found.gather(1, largest), exact.gather(1, largest), atol=1e-4)
-        assert (found - exact).abs().max() < 0.25 * exact.std()
-        assert (found - exact).mean().abs() < 0.02 * exact.std()
+        assert (found.topk(8).values.amin(1) >= found.sort().values[:, -9]).all(), "nothing coarse passes what is exact"
+        assert (found - exact).abs().max() < 0.3 * exact.std()
     many = torch.randn(9, K)
     assert torch.allclose(head(many), functional.linear(many, w), atol=1e-4)
+    assert torch.allclose(head.exact(x), exact, atol=1e-4)
     assert not head(torch.full((1, K), torch.nan)).isfinite().any()

@@ -64,7 +64,7 @@ class DecodeStep:
 
     def __init__(self, weights: PlanWeights, cache: DenseCache, turns_CP: Tensor) -> None:
         config = weights.config
-        self._turns = turns_CP.unbind(0)  # the cache itself is not held: its step goes when it goes
+        self._turns = turns_CP  # the cache itself is not held: its step goes when it goes
         self._embedding, self._norm, self._config = weights.embedding, weights.norm, config
         self._buffers = _Buffers(config)
         self._normalise = _bound_norm(self._buffers, config)

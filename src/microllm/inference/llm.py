@@ -45,9 +45,7 @@ PRECISIONS: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16", "fp16
 PACKED_PRECISIONS = ("int8", "int4")
 
 
-def load(
-    name: str | Path, *, device: str = "auto", precision: str = "auto", num_threads: int | None = None
-) -> LLM:  # fmt: skip
+def load(name: str | Path, *, device: str = "auto", precision: str = "auto", num_threads: int | None = None) -> LLM:
     """Return the model called ``name``: "demo", a directory, a GGUF file, or a name in the local Hugging Face cache.
 
     device: "auto" is the first GPU where there is one, else the CPU; or "cpu", "cuda", "cuda:1".
@@ -74,21 +72,20 @@ def load(
         raise ConfigError(
             f"got precision {precision!r}; need auto or one of {', '.join(known)} on a {place.type} device"
         )
-    if num_threads is not None:
-        if num_threads < 1:
-            raise ConfigError(f"got num_threads={num_threads}; need at least 1, or None")
-        torch.set_num_threads(num_threads)
+    if num_threads is not None and num_threads < 1:
+        raise ConfigError(f"got num_threads={num_threads}; need at least 1, or None")
     source = resolve_model(str(name))
     checkpoint = open_checkpoint(source)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
     if place.type == "cpu" and precision != "fp16":
         chosen = ("int4" if is_four_bit(checkpoint) else "fp32") if precision == "auto" else precision
         model = load_plan(checkpoint, cast("PlanPrecision", chosen))
     else:
         dtype: torch.dtype = getattr(torch, PRECISIONS.get(precision, checkpoint.config.dtype))
         model = load_model(checkpoint, dtype=dtype, device=place)
-    return LLM(
-        model, load_tokenizer(source), defaults=checkpoint.generation, name=source.name, checkpoint=checkpoint
-    )  # fmt: skip
+    tokenizer = load_tokenizer(source)
+    return LLM(model, tokenizer, defaults=checkpoint.generation, name=source.name, checkpoint=checkpoint)
 
 
 def choose_device(device: str) -> torch.device:
@@ -149,16 +146,20 @@ class LLM:
         """Return what the weights are in: fp32, bf16, fp16, int8 or int4."""
         if isinstance(self.model, Plan):
             return self.model.weights.precision
-        names = {dtype: name for name, dtype in PRECISIONS.items()}
-        return names[cast("DtypeName", str(self.dtype).removeprefix("torch."))]
+        return next(name for name, dtype in PRECISIONS.items() if str(self.dtype) == f"torch.{dtype}")
 
     @cached_property
     def transformer(self) -> Transformer:
-        """Return the model as a ``Transformer``: its own, or, of packed weights, the file's in fp32, loaded now."""
+        """Return the model as a ``Transformer``: its own, or beside a plan's weights the file's, loaded now.
+
+        Raises:
+            ConfigError: the weights are int8 or int4, which a Transformer has not, or came without their file.
+        """
         if not isinstance(self.model, Plan):
             return self.model
-        assert self._checkpoint is not None, "a plan comes from a checkpoint"
-        return load_model(self._checkpoint, dtype=torch.float32)
+        if self._checkpoint is None or self.precision not in PRECISIONS:
+            raise ConfigError(f"got a plan of {self.precision} weights; need fp32 or bf16; load(..., precision='fp32')")
+        return load_model(self._checkpoint, dtype=getattr(torch, PRECISIONS[self.precision]))
 
     @property
     def default_params(self) -> SamplingParams:

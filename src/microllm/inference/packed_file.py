@@ -10,7 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shutil
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,10 +23,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-_FORMAT = 3
+from microllm.evidence.environment import read_device_name
+
+_FORMAT = 4
 """To be raised with every change of what the packed bytes mean."""
 _KEEP = 4
 """Packed files that stay; the least recently used go."""
+_SCRATCH, _STALE_S = ".packing.", 3600
 
 
 class PackedFile:
@@ -37,17 +43,22 @@ class PackedFile:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         self._key = {
             "format": _FORMAT, "source": digest, "precision": precision, "torch": torch.__version__,
-            "capability": torch.backends.cpu.get_cpu_capability(),
+            "capability": torch.backends.cpu.get_cpu_capability(), "cpu": read_device_name("cpu"),
         }  # fmt: skip
         name = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:24]
         self.path = directory / f"{name}.safetensors"
         self.facts: dict[str, Any] = {}
         self._kept, self._added = self._read(), False
 
-    def planes(self, key: str) -> tuple[Tensor, Tensor] | None:
-        """Return a matrix's planes, or None where they have not been kept."""
-        codes, scales = f"{key}.codes", f"{key}.scales"
-        return (self._kept[codes], self._kept[scales]) if {codes, scales} <= self._kept.keys() else None
+    def planes(self, key: str, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor] | None:
+        """Return a matrix's planes of so many rows, bytes of codes a row and groups; None where it has none such."""
+        codes, scales = (self._kept.get(f"{key}.{part}") for part in ("codes", "scales"))
+        rows, num_bytes, groups = shape
+        if codes is None or codes.dtype != torch.uint8 or codes.shape != (rows, num_bytes):
+            return None
+        if scales is None or scales.dtype != torch.bfloat16 or scales.shape != (groups, rows, 2):
+            return None
+        return codes, scales
 
     def add(self, key: str, planes: tuple[Tensor, Tensor]) -> None:
         """Keep a matrix's planes for ``save``."""
@@ -60,19 +71,29 @@ class PackedFile:
             with suppress(OSError):
                 os.utime(self.path)
             return
-        header = {"key": json.dumps(self._key), "facts": json.dumps(self.facts)}
+        tensors = {name: tensor.contiguous() for name, tensor in self._kept.items()}
+        header = {"key": json.dumps(self._key), "facts": json.dumps(self.facts), "digest": _digest(tensors)}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".packing.", dir=self.path.parent) as scratch:
+            self._clear()
+            with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=self.path.parent) as scratch:
                 staged = Path(scratch) / self.path.name
-                save_file({name: tensor.contiguous() for name, tensor in self._kept.items()}, staged, header)
+                save_file(tensors, staged, header)
+                with staged.open("rb") as file:
+                    os.fsync(file.fileno())
                 staged.replace(self.path)
-            files = sorted(self.path.parent.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
-            for path in files[:-_KEEP]:
-                path.unlink(missing_ok=True)
         except (OSError, SafetensorError):
             return
         self._added = False
+
+    def _clear(self) -> None:
+        """Remove the files that make room for one more, and what a killed process left behind."""
+        own = [path for path in self.path.parent.glob("*.safetensors") if re.fullmatch("[0-9a-f]{24}", path.stem)]
+        for path in sorted(own, key=lambda path: path.stat().st_mtime)[: 1 - _KEEP]:
+            path.unlink(missing_ok=True)
+        for path in self.path.parent.glob(f"{_SCRATCH}*"):
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _read(self) -> dict[str, Tensor]:
         try:
@@ -82,7 +103,18 @@ class PackedFile:
                     return {}
                 facts = json.loads(header.get("facts", "{}"))
                 kept = {name: file.get_tensor(name) for name in file.keys()}
+            if _digest(kept) != header.get("digest"):
+                return {}
         except (OSError, SafetensorError, RuntimeError, ValueError):
             return {}
         self.facts = facts if isinstance(facts, dict) else {}
         return kept
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """Return a digest of every tensor's bytes: 0.07 s for the demo."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].view(torch.uint8).numpy().data)
+    return digest.hexdigest()

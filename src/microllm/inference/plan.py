@@ -22,6 +22,7 @@ from microllm.errors import RequestError
 from microllm.inference.decode_step import DecodeStep
 from microllm.inference.plan_weights import LayerWeights, PlanWeights
 from microllm.model.rotary import Rotary
+from microllm.ops.packed import RefinedWeight
 from microllm.step import DenseCache
 
 _QUERY_BLOCK = 128
@@ -43,7 +44,7 @@ class Plan(nn.Module):
         """Return an empty cache for this plan."""
         return DenseCache(self.config, num_rows, capacity)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(
         self, token_ids_BT: Tensor, *, cache: DenseCache | None = None,
         num_tokens_B: Tensor | None = None, last_only: bool = False,
@@ -51,6 +52,9 @@ class Plan(nn.Module):
         """Return the logits of each token, or of each row's last token, as ``Transformer`` does.
 
         Shapes:  token_ids [B, T] int64, num_tokens [B] int64 -> [B, T, V], or [B, 1, V] with ``last_only``, fp32
+        Numbers: a head in bf16 or int8 rounds its logits to bf16; a refined one's are exact, but for the unlikely ones
+                 of last tokens (``ops.packed.RefinedWeight``)
+
         Raises:
             RequestError: no token is given, or the positions pass the model's context or the cache.
         """
@@ -75,7 +79,9 @@ class Plan(nn.Module):
         cache.advance(
             T if num_tokens_B is None else num_tokens_B, T if num_tokens_B is None else int(num_tokens_B.max())
         )
-        return self.weights.head(self._normed(x_MD, self.weights.norm)).float().unflatten(0, (B, -1))
+        x_MD, head = self._normed(x_MD, self.weights.norm), self.weights.head
+        logits_MV = head.exact(x_MD) if isinstance(head, RefinedWeight) and not last_only else head(x_MD)
+        return logits_MV.float().unflatten(0, (B, -1))
 
     def _decode(self, token_ids_11: Tensor, cache: DenseCache) -> Tensor:
         """Run one token of one sequence through the bound step."""

@@ -20,10 +20,14 @@ from microllm.io.demo import cache_dir
 from microllm.ops.packed import DenseWeight, has_bf16
 
 _PROBE_ROWS = 128
+_FOUR_BIT = {"q4_0", "q4_1"}
 
 
 def load_plan(checkpoint: Checkpoint, precision: PlanPrecision) -> Plan:
     """Return a checkpoint's plan, packed for this CPU or read from an earlier packing.
+
+    Beside four- or eight-bit codes lie the same weights widened for prompts: 2 bytes a weight where the CPU has bf16
+    products, else 4.
 
     Raises:
         LoadError: tensors are missing, unexpected or of another shape; all of them are named.
@@ -32,13 +36,12 @@ def load_plan(checkpoint: Checkpoint, precision: PlanPrecision) -> Plan:
     if precision in ("fp32", "bf16"):
         wide = torch.float32 if precision == "fp32" else torch.bfloat16
         return Plan(pack_checkpoint(checkpoint, precision, wide_dtype=wide), wide_dtype=wide)
-    packed_file = None
+    packed_file, wide = None, torch.bfloat16 if has_bf16() else torch.float32
     if checkpoint.source.kind == "gguf":
         packed_file = PackedFile(cache_dir() / "packed", checkpoint.source.path, precision)
-    facts = {} if packed_file is None else packed_file.facts
-    if "wide_dtype" not in facts:
-        facts |= probe_wide_dtype(checkpoint.config)
-    wide = torch.bfloat16 if facts["wide_dtype"] == "bfloat16" else torch.float32
+        if "wide_dtype" not in packed_file.facts:
+            packed_file.facts |= probe_wide_dtype(checkpoint.config)
+        wide = torch.bfloat16 if packed_file.facts["wide_dtype"] == "bfloat16" else torch.float32
     weights = pack_checkpoint(checkpoint, precision, wide_dtype=wide, packed_file=packed_file)
     return Plan(weights, wide_dtype=wide)
 
@@ -63,10 +66,13 @@ def pack_checkpoint(
 
 
 def is_four_bit(checkpoint: Checkpoint) -> bool:
-    """Return whether the file keeps every matrix of its layers in blocks that the int4 product takes as they are."""
-    infos = checkpoint.tensors.infos
-    types = {info.dtype for name, info in infos.items() if ".layers." in name and len(info.shape) == 2}
-    return checkpoint.source.kind == "gguf" and types <= {"q4_0", "q4_1"}
+    """Return whether the file keeps every matrix in blocks that the int4 product takes as they are.
+
+    Four bits in the layers, four or eight in table and head: the form of the demo, which the quality gate has judged.
+    """
+    matrices = {name: info.dtype for name, info in checkpoint.tensors.infos.items() if len(info.shape) == 2}
+    layers = {dtype for name, dtype in matrices.items() if ".layers." in name}
+    return checkpoint.source.kind == "gguf" and layers <= _FOUR_BIT and set(matrices.values()) <= {*_FOUR_BIT, "q8_0"}
 
 
 def probe_wide_dtype(config: ModelConfig) -> dict[str, str | float]:
@@ -77,6 +83,7 @@ def probe_wide_dtype(config: ModelConfig) -> dict[str, str | float]:
             continue
         weight = DenseWeight(torch.randn(2 * config.intermediate_size, config.hidden_size).to(dtype))
         x = torch.randn(_PROBE_ROWS, config.hidden_size, dtype=dtype)
+        weight(x)
         rounds = []
         for _ in range(5):
             started = time.perf_counter()

@@ -117,7 +117,7 @@ def pack_weights(
     tied = config.tie_word_embeddings
     return PlanWeights(
         config=config, precision=precision, embedding=embedding, layers=layers, norm=packer.vector("norm.weight"),
-        head=packer.head("embed_tokens.weight", embedding) if tied else packer.head(head, packer.table(head)),
+        head=packer.head("embed_tokens.weight", lambda: embedding) if tied else packer.head(head),
     )  # fmt: skip
 
 
@@ -164,13 +164,13 @@ class _Packer:
         values = self._weights.read(name)
         return Embedding(values if self._precision != "bf16" else values.to(torch.bfloat16))
 
-    def head(self, name: str, table: Embedding) -> PackedWeight:
-        """Return the matrix that gives logits; ``table`` holds the same rows."""
+    def head(self, name: str, table: Callable[[], Embedding] | None = None) -> PackedWeight:
+        """Return the matrix that gives logits; ``table`` returns its rows where they are at hand."""
         rows, columns = self._shapes[name]
         if self._precision != "int4" or self._weights.packed_type(name) != "q8_0" or rows % 16 or columns % GROUP:
             return self.matrix("head", [name.removesuffix(".weight")], bits=8)
-        planes = self._kept("head", lambda: high_planes(self._weights.read_packed(name)))
-        return RefinedWeight(planes, columns, table, lambda: self._weights.read(name).to(self._wide_dtype))
+        planes = self._kept("head", _shape(rows, columns, 1), lambda: high_planes(self._weights.read_packed(name)))
+        return RefinedWeight(planes, self.table(name) if table is None else table())
 
     def matrix(self, key: str, parts: list[str], bits: int = 4) -> PackedWeight:
         """Return matrices stacked along their rows, packed."""
@@ -193,15 +193,17 @@ class _Packer:
             def from_blocks() -> Planes:
                 return int4_planes(torch.cat([self._rows(n, self._weights.read_packed(n)) for n in names]), stored)
 
-            planes = self._kept(key, from_blocks)
-            return Int4Weight(planes, num_columns, bias, lambda: floats().to(self._wide_dtype))
-        bits = 8 if self._precision == "int8" else bits
-        planes = self._kept(key, lambda: quantised_planes(floats(), bits))
-        return Int4Weight(planes, num_columns, bias, lambda: rounded(floats(), bits).to(self._wide_dtype))
+            planes = self._kept(key, _shape(num_rows, num_columns, 2 if stored == "q8_0" else 1), from_blocks)
+            return Int4Weight(planes, floats().to(self._wide_dtype), bias, gated=key.endswith("gate_up"))
+        bits, w_NK = 8 if self._precision == "int8" else bits, floats()
+        shape = _shape(num_rows, num_columns, bits // 4)
+        planes = self._kept(key, shape, lambda: quantised_planes(w_NK, bits))
+        wide_NK = rounded(w_NK, bits).to(self._wide_dtype)
+        return Int4Weight(planes, wide_NK, bias, gated=key.endswith("gate_up"))
 
-    def _kept(self, key: str, make: Callable[[], Planes]) -> Planes:
-        """Return planes from the packed file, or make them and put them there."""
-        planes = None if self._file is None else self._file.planes(key)
+    def _kept(self, key: str, shape: tuple[int, int, int], make: Callable[[], Planes]) -> Planes:
+        """Return planes of rows, bytes of codes a row and groups from the packed file, or make and put them there."""
+        planes = None if self._file is None else self._file.planes(key, shape)
         if planes is None:
             planes = make()
             if self._file is not None:
@@ -212,6 +214,10 @@ class _Packer:
         """Return a query or key matrix (or bias) with each head's rows in pairs; others as they are."""
         pairs = self._pairs.get(name.rsplit(".", 2)[1])
         return rows if pairs is None else rows[pairs]
+
+
+def _shape(num_rows: int, num_columns: int, num_planes: int) -> tuple[int, int, int]:
+    return num_rows, num_planes * num_columns // 2, num_planes * num_columns // GROUP
 
 
 def _pairs(num_heads: int, head_dim: int) -> Tensor:

@@ -24,6 +24,7 @@ from microllm.ops.quantise import unpacked
 GROUP = 32
 MAX_NARROW_ROWS = 8
 """Rows that an int4 product takes itself; more rows are quicker through a wide weight (measured: 2 x at 32 rows)."""
+_PIECE = 8192  # rows of a head that are widened at once
 
 Product = Callable[[], Tensor]
 Planes = tuple[Tensor, Tensor]
@@ -57,7 +58,7 @@ class PackedWeight(Protocol):
 
 
 def has_bf16() -> bool:
-    """Return whether this CPU multiplies bf16 by itself, so that oneDNN's bf16 products are quick."""
+    """Return whether oneDNN has bf16 products for this CPU; on AVX-512 without bf16 they are emulated, and slow."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -105,39 +106,42 @@ class Int4Weight:
     """A matrix of four-bit codes in groups of 32 along K, for torch's packed int4 product; or of eight-bit codes.
 
     A code's value is (code - 8) * scale + zero. Eight-bit codes are two four-bit ones, the high halves beside the low
-    along K, with the row of activations written twice: exact, in one product. ``wide`` returns the same matrix in
-    floats [N, K]; it is asked for once, at the first product of more than 8 rows.
+    along K, with the row of activations written twice: exact, in one product. ``wide`` is the same matrix in floats
+    [N, K] (``gated``: two, whose products are silu(gate) * up), for products of more than 8 rows.
 
-    Numbers: scales, zeros, activations and result in bf16, fp32 accumulation
+    Numbers: scales, zeros, activations and result in bf16, fp32 accumulation; of more rows as the wide matrix says
     """
 
-    def __init__(self, planes: Planes, num_in: int, bias_N: Tensor | None, wide: Callable[[], Tensor]) -> None:
+    def __init__(
+        self, planes: Planes, wide_NK: Tensor | None, bias_N: Tensor | None = None, *, gated: bool = False
+    ) -> None:
         self.planes, self._bias = planes, bias_N
-        self._num_in, self._num_planes = num_in, GROUP * len(planes[1]) // num_in
-        self._make_wide = wide
+        num_coded = GROUP * len(planes[1])
+        self._num_planes = 1 if wide_NK is None else num_coded // wide_NK.shape[1]
+        self._num_in = num_coded // self._num_planes
+        self.kernel = f"torch int{4 * self._num_planes}"
         self._wide: DenseWeight | None = None
         self._halves: tuple[DenseWeight, DenseWeight] | None = None
-        self.kernel = f"torch int{4 * self._num_planes}"
+        if wide_NK is not None and gated:
+            (gate, up), biases = wide_NK.chunk(2), (None, None) if bias_N is None else bias_N.chunk(2)
+            self._halves = DenseWeight(gate, biases[0], silu=True), DenseWeight(up, biases[1])
+        elif wide_NK is not None:
+            self._wide = DenseWeight(wide_NK, bias_N)
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         """Return x times the transposed weight, plus bias: [M, N]."""
-        if len(x_MK) > MAX_NARROW_ROWS:
-            if self._wide is None:
-                self._wide = DenseWeight(self._make_wide(), self._bias)
+        if len(x_MK) > MAX_NARROW_ROWS and self._wide is not None:
             return self._wide(x_MK)
         y_MN = _int4_product(x_MK.to(torch.bfloat16).repeat(1, self._num_planes), self.planes[0], GROUP, self.planes[1])
         return y_MN if self._bias is None else y_MN + self._bias
 
     def swiglu(self, x_MK: Tensor) -> Tensor:
         """Return silu(gate) * up of a weight that stacks [gate; up]: [M, N / 2]."""
-        if len(x_MK) <= MAX_NARROW_ROWS:
-            return _swiglu(self(x_MK))
-        if self._halves is None:
-            (gate, up), bias = self._make_wide().chunk(2), self._bias
-            gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
-            self._halves = DenseWeight(gate, gate_bias, silu=True), DenseWeight(up, up_bias)
-        x_MK = x_MK.to(self._halves[0].dtype)
-        return self._halves[0](x_MK).mul_(self._halves[1](x_MK))
+        if len(x_MK) <= MAX_NARROW_ROWS or self._halves is None:
+            return _swiglu(self(x_MK).float())
+        gate, up = self._halves
+        x_MK = x_MK.to(gate.dtype)
+        return gate(x_MK).mul_(up(x_MK))
 
     def bind(self, x_1K: Tensor) -> Product:
         """Return a call that multiplies what ``x_1K`` (fp32) then holds."""
@@ -157,29 +161,34 @@ class Int4Weight:
 
 
 class RefinedWeight:
-    """A tall matrix of eight-bit codes, for a head: a row's ``NUM_REFINED`` largest results exact, the others coarse.
+    """A head of eight-bit codes: of a decoded token the ``NUM_REFINED`` largest logits are exact, the others coarse.
 
-    One product by the high halves of the codes finds the largest results, which are then multiplied again by whole
-    rows of ``table``; more than 8 rows are multiplied by ``wide`` and exact throughout.
+    One product by the high halves of the codes finds the largest, whose rows of ``table`` are then multiplied whole;
+    no other logit may pass the least of them. ``exact`` multiplies by all rows, a piece of the vocabulary at a time.
 
-    Numbers: refined results as fp32 of the stored codes; the others miss the codes' low halves, as four-bit weights do
+    Numbers: exact logits as fp32 of the stored codes; coarse ones miss the codes' low halves, as four-bit weights do
     """
 
     NUM_REFINED = 128
 
-    def __init__(
-        self, high: Planes, num_in: int, table: Callable[[Tensor], Tensor], wide: Callable[[], Tensor]
-    ) -> None:
-        self._coarse, self._table = Int4Weight(high, num_in, None, wide), table
+    def __init__(self, high: Planes, table: Callable[[Tensor], Tensor]) -> None:
+        self._coarse, self._table = Int4Weight(high, None), table
+        self._num_rows = high[1].shape[1]
         self.kernel = "torch int4, refined"
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         """Return x times the transposed weight: [M, N] fp32."""
+        if len(x_MK) > MAX_NARROW_ROWS:
+            return self.exact(x_MK)
         y_MN = self._coarse(x_MK).float()
-        if len(x_MK) <= MAX_NARROW_ROWS:
-            for x_K, y_N in zip(x_MK.float(), y_MN, strict=True):
-                self._refine(x_K, y_N)
+        for x_K, y_N in zip(x_MK.float(), y_MN, strict=True):
+            self._refine(x_K, y_N)
         return y_MN
+
+    def exact(self, x_MK: Tensor) -> Tensor:
+        """Return x times the transposed weight, every result exact: [M, N] fp32."""
+        pieces = torch.arange(self._num_rows).split(_PIECE)
+        return torch.cat([functional.linear(x_MK.float(), self._table(ids)) for ids in pieces], dim=1)
 
     def bind(self, x_1K: Tensor) -> Product:
         """Return a call that multiplies what ``x_1K`` (fp32) then holds."""
@@ -194,7 +203,8 @@ class RefinedWeight:
 
     def _refine(self, x_K: Tensor, y_N: Tensor) -> None:
         largest = y_N.topk(min(self.NUM_REFINED, len(y_N)), sorted=False).indices
-        y_N.index_copy_(0, largest, torch.mv(self._table(largest), x_K))
+        exact = torch.mv(self._table(largest), x_K)
+        y_N.clamp_(max=exact.amin()).index_copy_(0, largest, exact)
 
     def swiglu(self, x_MK: Tensor) -> Tensor:
         """Return silu(gate) * up of a weight that stacks [gate; up]: [M, N / 2]."""
@@ -219,7 +229,7 @@ def int4_planes(blocks_NB: Tensor, stored: str) -> Planes:
     """Return GGUF blocks (q4_0, q4_1, q8_0) as planes for ``Int4Weight``.
 
     Shapes:  uint8 [N, bytes of a row] -> packed codes, and scales and zeros bf16 [groups, N, 2]
-    Numbers: codes exact; scale and zero round to bf16 (2e-3 of a group's step)
+    Numbers: codes exact; scale and zero round to bf16, which moves a value by up to 2^-8 of its group's largest
 
     Raises:
         OperatorError: another type, or N is no multiple of 16.
@@ -246,26 +256,27 @@ def q8_0_codes(blocks_NB: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantised_planes(w_NK: Tensor, bits: int) -> Planes:
     """Return a float matrix rounded group by group: to 16 even steps from least to largest, or to 255 about 0."""
-    codes, scale, offset = _quantised(w_NK, bits)
-    if bits == 8:
-        return _two_planes(codes.to(torch.int16).flatten(1), scale)
-    return _planes(codes.flatten(1), scale, offset + 8 * scale)
+    codes, scale, zero = _quantised(w_NK, bits)
+    codes = codes.flatten(1).to(torch.int16)
+    return _two_planes(codes, scale) if bits == 8 else _planes(codes + 8, scale, zero)
 
 
 def rounded(w_NK: Tensor, bits: int) -> Tensor:
     """Return what ``quantised_planes`` holds of a float matrix: [N, K] fp32."""
-    codes, scale, offset = _quantised(w_NK, bits)
-    return (codes * scale[..., None] + offset[..., None]).flatten(1)
+    codes, scale, zero = _quantised(w_NK, bits)
+    return (codes * scale[..., None] + zero[..., None]).flatten(1)
 
 
 def _quantised(w_NK: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes [N, U, 32], and the scale and offset of each group [N, U]."""
+    """Return signed codes [N, U, 32], and each group's scale and zero [N, U] as bf16 holds them."""
     groups = w_NK.float().unflatten(1, (-1, GROUP))
     low, high = groups.amin(-1), groups.amax(-1)
-    steps, offset = (15, low) if bits == 4 else (127, torch.zeros_like(low))
-    span = high - low if bits == 4 else torch.maximum(high, -low)
-    scale = (span / steps).clamp(min=torch.finfo(torch.float32).tiny)
-    return ((groups - offset[..., None]) / scale[..., None]).round_(), scale, offset
+    span, steps = (high - low, 15) if bits == 4 else (torch.maximum(high, -low), 127)
+    scale = (span / steps).clamp(min=torch.finfo(torch.float32).tiny).bfloat16().float()
+    zero = (low + 8 * scale).bfloat16().float() if bits == 4 else torch.zeros_like(low)
+    least, most = (-8, 7) if bits == 4 else (-127, 127)
+    codes = ((groups - zero[..., None]) / scale[..., None]).round_().clamp_(least, most)
+    return codes, scale, zero
 
 
 def _planes(codes_NK: Tensor, scale_NU: Tensor, zero_NU: Tensor) -> Planes:

@@ -81,9 +81,11 @@ class DenseCache:
         Shapes:  k, v [B, T, G, D], positions [B, T] as ``reserve`` gave them -> two views [B, S, G, D]
         """
         filled = self._filled + positions.shape[1]
-        if self.num_rows == 1:  # one row's tokens lie side by side
+        if (
+            self.num_rows == 1 and self.keys.element_size() > 1
+        ):  # one row's tokens lie side by side; fp8 saturates below
             for buffer, new in ((self.keys, k), (self.values, v)):
-                buffer[layer, :, self._filled : filled] = new
+                buffer[layer, :, self._filled : filled] = new.detach()
             return self.keys[layer, :, :filled], self.values[layer, :, :filled]
         keys = ops.kv_store(self.keys[layer], k, positions)
         values = ops.kv_store(self.values[layer], v, positions)
