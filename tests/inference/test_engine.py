@@ -9,7 +9,7 @@ import pytest
 from microllm import SamplingParams
 from microllm.cli import main
 from microllm.errors import ConfigError, RequestError
-from microllm.inference import LLM
+from microllm.inference import LLM, verify
 from microllm.inference.draft_model import ModelProposer
 from microllm.inference.engine import Engine
 from microllm.inference.engine_config import EngineConfig
@@ -119,6 +119,61 @@ def test_logits_that_are_not_finite_end_one_request_alone(spoiled):
     assert again.token_ids == spoiled.generate("so wow", params).token_ids
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_pages_of_a_prompt_that_turns_out_not_finite_are_never_found(spoiled, cancelled):
+    engine = engine_of(spoiled, page_tokens=4, max_rows=1, max_step_tokens=9)
+    (bad,) = engine.add("so wow! and more", GREEDY)
+    engine.step()
+    assert bad.num_computed == 9
+    if cancelled:
+        engine.cancel(bad)
+    drain(engine)
+    assert bad.finish_reason == ("cancelled" if cancelled else "error")
+    assert engine.report().num_cached_pages == 0
+    (good,) = engine.add("so warm", replace(GREEDY, logprobs=1))
+    drain(engine)
+    assert good.cached_prefix_tokens == 0
+    assert good.completion.token_ids == spoiled.generate("so warm", GREEDY).token_ids
+    assert good.finish_reason == "length"
+
+
+@pytest.mark.parametrize("broken", ["choose_tokens", "token_logprobs"])
+def test_what_fails_for_one_row_ends_that_one_alone(llm, monkeypatch, broken):
+    engine, function, calls = engine_of(llm), getattr(verify, broken), []
+
+    def fails_once(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise MemoryError("no room")
+        return function(*arguments)
+
+    monkeypatch.setattr(verify, broken, fails_once)
+    params = replace(GREEDY, max_tokens=1, logprobs=1)
+    first, second = (engine.add(prompt, params)[0] for prompt in ("the cat", "x"))
+    drain(engine)
+    assert (first.finish_reason, second.finish_reason) == ("length", "error")
+    assert "got MemoryError while its next token was chosen: no room" in second.completion.error
+    assert first.completion.token_ids == llm.generate("the cat", params).token_ids
+    assert engine.scheduler.allocator.num_held == 0
+    assert engine.generate("x", params).token_ids == llm.generate("x", params).token_ids
+
+
+def test_a_failure_after_some_have_ended_leaves_an_engine_that_goes_on(llm, monkeypatch):
+    engine = engine_of(llm, deterministic=False)
+    params = replace(GREEDY, max_tokens=1)
+    first, second = (engine.add(prompt, params)[0] for prompt in ("the cat", "x"))
+    with monkeypatch.context() as patch:
+        patch.setattr(second.sequence, "accept", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            engine.step()
+    assert (first.finish_reason, second.finish_reason) == ("length", None)
+    drain(engine)
+    assert [r.state for r in (first, second)] == ["finished"] * 2
+    for request, prompt in ((first, "the cat"), (second, "x")):
+        assert request.completion.token_ids == llm.generate(prompt, params).token_ids
+    assert engine.scheduler.allocator.num_held == 0
+
+
 @pytest.mark.parametrize("kind", ["stop", "stop_token_ids"])
 def test_stops_come_before_length(llm, kind):
     params = SamplingParams(temperature=1, seed=2, max_tokens=30)
@@ -204,6 +259,21 @@ def test_cancel_works_in_every_state_and_twice(llm):
     engine.cancel(done)
     assert done.finish_reason == "length"
     assert done.completion.token_ids == llm.generate("x", GREEDY).token_ids
+
+
+def test_cancel_frees_what_cannot_be_decoded_and_refuses_another_engines(llm, monkeypatch):
+    engine = engine_of(llm)
+    (request,) = engine.add("the cat", GREEDY)
+    engine.step()
+    with pytest.raises(RequestError, match="got request 0 of another engine; need one of this"):
+        engine_of(llm).cancel(request)
+    assert request.finish_reason is None
+    monkeypatch.setattr(request.sequence, "_checked", lambda text: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        engine.cancel(request)
+    assert (request.state, request.finish_reason) == ("finished", "cancelled")
+    assert engine.scheduler.allocator.num_held == 0
+    assert not engine.has_work
 
 
 def test_threads_may_call_at_once(llm, prompts):

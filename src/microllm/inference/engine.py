@@ -91,6 +91,8 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one step; return the requests that got a token or ended in it, none when there is nothing to do."""
         with self.lock:
+            for request in [r for r in self.scheduler.running if r.finish_reason is not None]:
+                self._end(request)  # an exception in the last step came between its end and this
             chunks = self.scheduler.plan()
             if not chunks:
                 return []
@@ -111,10 +113,22 @@ class Engine:
             return touched
 
     def cancel(self, request: Request) -> None:
-        """End a request as "cancelled" and free its pages at once; an ended one is left as it is."""
+        """End a request as "cancelled" and free its pages at once; an ended one is left as it is.
+
+        Raises:
+            RequestError: it is another engine's.
+        """
         with self.lock:
-            request.sequence.finish("cancelled")
-            self._end(request)
+            if request.state == "finished":
+                return
+            if request not in self.scheduler.running and request not in self.scheduler.waiting:
+                raise RequestError(
+                    f"got request {request.number} of another engine; need one of this engine's; cancel it there"
+                )
+            try:
+                request.sequence.finish("cancelled")
+            finally:
+                self._end(request)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b"") -> RequestStream:
         """Return an iterator over one prompt's completion; reading it runs steps for all; closing it cancels.

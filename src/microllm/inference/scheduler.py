@@ -11,6 +11,7 @@ the sum of what those ahead of it and itself take alone: ``Request.max_steps``.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +28,7 @@ LOGPROB_CHUNK = 64
 class Chunk:
     """What a step runs of one request: tokens from position ``start`` on; the last ``num_logits`` need logits.
 
-    ``num_drafts`` of them are guesses, at the end.
+    ``num_drafts`` of them are guesses, at the end. ``reaches_end``: their logits choose the request's next token.
     """
 
     request: Request
@@ -36,11 +37,7 @@ class Chunk:
     start: int
     num_logits: int
     num_drafts: int = 0
-
-    @property
-    def reaches_end(self) -> bool:
-        """Return whether its last tokens' logits choose the request's next one."""
-        return self.start + len(self.token_ids) - self.num_drafts == self.request.num_tokens
+    reaches_end: bool = False
 
 
 class Scheduler:
@@ -53,9 +50,10 @@ class Scheduler:
 
     def __init__(self, allocator: PageAllocator, config: EngineConfig, *, same_bits: bool) -> None:
         self.allocator, self._config, self._same_bits = allocator, config, same_bits
-        self.waiting: list[Request] = []
+        self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._slots = list(range(config.num_rows - 1, -1, -1))
+        self._steps_ahead = 0
         self.num_preemptions = self.num_prefix_tokens = self.num_drafts_proposed = self.num_drafts_accepted = 0
 
     def check(self, request: Request) -> None:
@@ -75,7 +73,8 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request behind all others."""
         self.waiting.append(request)
-        request.max_steps = sum(self._steps_alone(other) for other in (*self.running, *self.waiting))
+        self._steps_ahead += self._steps_alone(request)
+        request.max_steps = self._steps_ahead
 
     def plan(self) -> list[Chunk]:
         """Return what the next step runs; empty when nothing is left to do."""
@@ -100,10 +99,11 @@ class Scheduler:
             request.draft.judge(chunk.num_drafts, num_kept - 1)
             self.num_drafts_proposed += chunk.num_drafts
             self.num_drafts_accepted += num_kept - 1
-        if request.finish_reason == "error":  # what it wrote is not finite: nobody else may find it
+        if request.finish_reason == "error":
             return self.remove(request)
         request.num_computed = chunk.start + num_kept
-        self._publish(request)
+        if chunk.reaches_end:  # the token just chosen proves finite what was written so far, and nothing earlier does
+            self._publish(request)
         if request.finish_reason is not None:
             return self.remove(request)
         kept = self._pages(request.num_computed)
@@ -119,6 +119,7 @@ class Scheduler:
         """Take a finished request out, wherever it is; its pages are free at once."""
         if request.state == "finished":
             return
+        self._steps_ahead -= self._steps_alone(request)
         (self.waiting if request.state in ("waiting", "preempted") else self.running).remove(request)
         self._free(request)
         request.state = "finished"
@@ -135,21 +136,21 @@ class Scheduler:
                 room += self._config.page_tokens
             drafts = request.draft.propose(min(room, request.max_stored_tokens - known))
             self._take(request, known + len(drafts))
-        return Chunk(
-            request, "decode", [*request.tokens(start, known), *drafts], start, 1 + len(drafts), num_drafts=len(drafts)
-        )
+        tokens = [*request.tokens(start, known), *drafts]
+        return Chunk(request, "decode", tokens, start, 1 + len(drafts), num_drafts=len(drafts), reaches_end=True)
 
     def _prefill(self, request: Request, budget: int) -> Chunk:
         start, wants_all = request.num_computed, request.sequence.params.prompt_logprobs is not None
         end = request.num_tokens if self._same_bits else request.prompt_length
         end = min(end, start + min(budget, LOGPROB_CHUNK if wants_all else budget))
         self._take(request, end)
-        num_logits = end - start if wants_all else int(end == request.num_tokens)
-        return Chunk(request, "prefill", request.tokens(start, end), start, num_logits)
+        reaches_end = end == request.num_tokens
+        num_logits = end - start if wants_all else int(reaches_end)
+        return Chunk(request, "prefill", request.tokens(start, end), start, num_logits, reaches_end=reaches_end)
 
     def _admit(self, request: Request) -> bool:
         """Move the head of the queue among those that run, if there are a row and pages for it."""
-        if not self._slots or (self._config.shares_prefixes and self._comes_with_another(request)):
+        if not self._slots or self._comes_with_another(request):
             return False
         found = self.allocator.find(request.digests(self._num_shareable(request), self._config.page_tokens))
         need = self._pages_reserved(request) - len(found)
@@ -162,13 +163,13 @@ class Scheduler:
         if not request.preemptions:
             request.cached_prefix_tokens = request.num_computed
         request.slot, request.state = self._slots.pop(), "prefilling"
-        self.running.append(self.waiting.pop(0))
+        self.running.append(self.waiting.popleft())
         return True
 
     def _comes_with_another(self, request: Request) -> bool:
         """Say whether an equal prompt is on its way: when it is through, this one finds its pages."""
         prompt = request.sequence.prompt_ids
-        return len(prompt) > self._config.page_tokens and any(
+        return self._num_shareable(request) > 0 and any(
             other.state == "prefilling" and other.sequence.prompt_ids == prompt and other.salt == request.salt
             for other in self.running
         )
@@ -208,7 +209,7 @@ class Scheduler:
         request.state = "preempted"
         request.preemptions += 1
         self.num_preemptions += 1
-        self.waiting.insert(0, request)
+        self.waiting.appendleft(request)
 
     def _free(self, request: Request) -> None:
         self.allocator.release(request.pages)

@@ -64,11 +64,10 @@ class GeneratedSequence:
         """Take the next token; -1 (the logits were not finite) ends this sequence with "error"."""
         assert self.finish_reason is None, "a finished sequence takes no token"
         if token_id < 0:
-            self._error = (
+            self.fail(
                 f"got non-finite logits at step {len(self._token_ids)} (position {self.sampler.position}); "
                 f"need finite ones; {IF_NOT_FINITE}"
             )
-            self.finish("error")
             return
         self._first = self._first or time.perf_counter()
         self._token_ids.append(token_id)
@@ -88,12 +87,19 @@ class GeneratedSequence:
         """End the sequence and let out the text that was held back; the first call decides, later ones do nothing."""
         if self.finish_reason is not None:
             return
+        self.finish_reason = reason  # before the text, so that one that cannot be decoded ends as well
+        self._ended = time.perf_counter()
         if self._checker.stopped is None:
             rest = self._checked(self._stream.flush())
             self._texts.append(rest + self._checker.flush())
-        stopped = self._checker.stopped is not None and reason == "length"
-        self.finish_reason = "stop" if stopped else reason
-        self._ended = time.perf_counter()
+        if self._checker.stopped is not None and reason == "length":
+            self.finish_reason = "stop"
+
+    def fail(self, error: str) -> None:
+        """End the sequence with "error" and the text that says what went wrong."""
+        self._error = error
+        self.finish("error")
+        self.finish_reason = "error"  # also where the failure came while it was ending otherwise
 
     def _checked(self, text: str) -> str:
         """Return what of new text may go out; stop texts count once ``min_tokens`` tokens lie before them."""

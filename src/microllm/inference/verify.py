@@ -63,11 +63,13 @@ def accept_tokens(
         rows = [firsts[i] + chunks[i].num_logits - 1 - chunks[i].num_drafts + depth for i in active]
         sequences = [chunks[i].request.sequence for i in active]
         if row_by_row:
-            tokens = [_choose(logits, [row], [s])[0] for row, s in zip(rows, sequences, strict=True)]
+            tokens = [_choose_alone(logits, row, sequence) for row, sequence in zip(rows, sequences, strict=True)]
         else:
             tokens = _choose(logits, rows, sequences)
         if diagnosed_step is not None:
             for i, row, token in zip(active, rows, tokens, strict=True):
+                if token < 0:
+                    continue
                 chunks[i].request.origins.append(_origin(chunks, i, depth, diagnosed_step, token, logits[row]))
         depth += 1
         active = [
@@ -92,6 +94,15 @@ def _choose(logits: Tensor, rows: Sequence[int], sequences: Sequence[GeneratedSe
     for i, sequence in enumerate(sequences):
         sequence.accept(tokens[i], logprobs.get(i))
     return tokens
+
+
+def _choose_alone(logits: Tensor, row: int, sequence: GeneratedSequence) -> int:
+    """Choose the next token of one row; what fails there ends its sequence alone, and -1 comes back."""
+    try:
+        return _choose(logits, [row], [sequence])[0]
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is this sequence's own
+        sequence.fail(f"got {type(error).__name__} while its next token was chosen: {error}; need none; report it")
+        return -1
 
 
 def _origin(
