@@ -29,8 +29,9 @@ class RowGroup:
 
     def __init__(self, num_rows: int, width: int, *, decodes: bool, device: torch.device | str = "cpu") -> None:
         self.num_rows, self.width, self.decodes = num_rows, width, decodes
-        size = num_rows * width
-        self._host = torch.zeros(2 * size + num_rows, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
+        size, on_gpu = num_rows * width, torch.device(device).type == "cuda"
+        self._host = torch.zeros(2 * size + num_rows, dtype=torch.int64, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
         self._device = self._host.to(device)
         self.token_ids = self._device[:size].view(num_rows, width)
         self.positions = self._device[size : 2 * size].view(num_rows, width)
@@ -47,5 +48,9 @@ class RowGroup:
             words += [*range(start, start + len(ids)), *[-1] * (width - len(ids))]
         words += [-1] * (idle_rows * width)
         words += [*(slot for slot, _, _ in rows), *[0] * idle_rows]
+        if self._copied is not None:
+            self._copied.synchronize()  # the last copy may still read the host's side: not every step waits for its own
         self._host.copy_(torch.tensor(words))
         self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device.device))
