@@ -5,7 +5,7 @@ import torch
 
 from microllm.config import preset
 from microllm.errors import ConfigError, UnavailableError
-from microllm.step import PagePool, PageTables, RowGroup, bucket, count_pages, layer_dtypes, page_bytes
+from microllm.step import PagePool, PageTables, RowGroup, bucket, count_pages, layer_dtypes, page_bytes, page_pool
 
 CONFIG = preset("tiny")  # 2 layers of 2 KV heads of 32
 
@@ -44,6 +44,36 @@ def test_the_pool_is_as_large_as_wanted_within_an_absolute_limit():
     assert 1 <= share * one <= 2**50
     with pytest.raises(ConfigError, match=rf"got room for {one - 1:,} bytes of KV cache; need at least one page"):
         count_pages(one, wanted=7, limit_bytes=one - 1, device=device)
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "limit", "room"),
+    [
+        ("MemTotal: 9 kB\nMemAvailable:   4000 kB\n", "max", 4_096_000),
+        ("MemAvailable: 4000 kB\n", "1000000", 1_000_000 - 600_000 + 200_000),
+        ("MemAvailable: 4000 kB\n", "100000", 0),
+        ("MemAvailable: 100 kB\n", "1000000", 102_400),
+        (None, None, 8_192_000),  # neither: a system that says only how much there is
+    ],
+)
+def test_free_memory_is_what_the_machine_and_the_cgroup_leave(monkeypatch, tmp_path, meminfo, limit, room):
+    (tmp_path / "group").mkdir()
+    if limit is not None:
+        (tmp_path / "meminfo").write_text(meminfo)
+        (tmp_path / "group/memory.max").write_text(limit + "\n")
+        (tmp_path / "group/memory.current").write_text("600000\n")
+        (tmp_path / "group/memory.stat").write_text("anon 5\nactive_file 300000\ninactive_file 200000\n")
+    monkeypatch.setattr(page_pool, "_PROC_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(page_pool, "_CGROUP", tmp_path / "group")
+    monkeypatch.setattr(page_pool, "_physical_bytes", lambda: 8_192_000)
+    want = room // 8 // 1000
+    if want:
+        assert count_pages(1000, wanted=10_000, limit_bytes=None, device=torch.device("cpu")) == want
+    else:
+        with pytest.raises(ConfigError, match="got room for 0 bytes"):
+            count_pages(1000, wanted=10_000, limit_bytes=None, device=torch.device("cpu"))
+    monkeypatch.setattr(page_pool, "_free_bytes", lambda device: pytest.fail("a limit needs no look at free memory"))
+    assert count_pages(1000, wanted=10_000, limit_bytes=3500, device=torch.device("cpu")) == 3
 
 
 @pytest.mark.parametrize("page_tokens", [0, 3, 48])

@@ -9,8 +9,10 @@ Axes:    P = pages, S = tokens a page, G = KV heads, D = head dim, R = slots (ro
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 """What keys and values may be stored as, by the names that options use."""
 
 _SHARE_OF_FREE = {"cuda": 0.8, "cpu": 0.125}
+_PROC_MEMORY, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,20 +63,42 @@ def count_pages(one_page_bytes: int, *, wanted: int, limit_bytes: int | None, de
     Raises:
         ConfigError: the limit is below one page.
     """
-    room = int(_free_bytes(device) * _SHARE_OF_FREE.get(device.type, 0.125))
-    count = min(wanted, room // one_page_bytes if limit_bytes is None else limit_bytes // one_page_bytes)
+    if limit_bytes is None:
+        limit_bytes = int(_free_bytes(device) * _SHARE_OF_FREE.get(device.type, 0.125))
+    count = min(wanted, limit_bytes // one_page_bytes)
     if count < 1:
         raise ConfigError(
-            f"got room for {limit_bytes if limit_bytes is not None else room:,} bytes of KV cache; need at least one "
-            f"page, {one_page_bytes:,} bytes; raise kv_bytes or lower page_tokens"
+            f"got room for {limit_bytes:,} bytes of KV cache; need at least one page, {one_page_bytes:,} bytes; "
+            "raise kv_bytes or lower page_tokens"
         )
     return count
 
 
 def _free_bytes(device: torch.device) -> int:
+    """Return what a device, or the machine within this process's cgroup, can still give."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = _number_after("MemAvailable:", _PROC_MEMORY)
+    free = _physical_bytes() if available is None else 1024 * available
+    limit, used = (_number_after("", _CGROUP / name) for name in ("memory.max", "memory.current"))
+    if limit is None or used is None:  # no cgroup, or one without a limit ("max")
+        return free
+    dropped_first = _number_after("inactive_file ", _CGROUP / "memory.stat") or 0
+    return max(min(free, limit - used + dropped_first), 0)
+
+
+def _physical_bytes() -> int:
+    """Return all of the memory, for systems that do not say what of it is free."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _number_after(name: str, path: Path) -> int | None:
+    """Return the number that follows a name at the beginning of a line."""
+    try:
+        found = re.search(rf"^{name}\s*(\d+)", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
 
 
 class PagePool:

@@ -104,11 +104,6 @@ class PageAllocator:
                 else:
                     self._empty.append(page)
 
-    def forget(self) -> None:
-        """Forget what free pages hold."""
-        while self._cached:
-            self._empty.append(self._evict())
-
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         del self._page_of[self._digest_of.pop(page)]
