@@ -444,6 +444,46 @@ def test_a_draft_model_goes_on_from_any_part_of_its_guess(llm, taken):
     assert proposer([5] * 58, 4) == []
 
 
+def test_a_draft_models_cache_lives_while_its_request_runs(llm):
+    engine = Engine(llm, EngineConfig(speculate=3, max_rows=1), draft=llm)
+    first, second = (engine.add("the cat", GREEDY)[0] for _ in range(2))
+    assert engine.report().draft_bytes == 0
+    engine.step()
+    engine.step()
+    assert engine.report().draft_bytes == llm.model.new_cache(1, first.prompt_length + 12).num_bytes
+    assert second.draft.num_bytes == 0
+    engine.cancel(first)
+    assert first.draft.num_bytes == engine.report().draft_bytes == 0
+    drain(engine)
+    assert second.completion.token_ids == llm.generate("the cat", GREEDY).token_ids
+    assert engine.report().num_drafts_failed == 0
+
+
+@pytest.mark.parametrize("bad", [{1}, {2, 3, 7}])
+def test_a_draft_model_that_fails_costs_guesses_and_no_token(llm, monkeypatch, bad):
+    calls, forward = [], Transformer(llm.config).initialise(0, std=0.3).eval()
+
+    class Faulty:
+        config, new_cache = forward.config, staticmethod(forward.new_cache)
+
+        def __call__(self, *arguments, **options):
+            calls.append(arguments)
+            logits = forward(*arguments, **options)
+            if len(calls) in bad:  # its cache has the tokens by now
+                raise MemoryError
+            return logits
+
+    draft = SimpleNamespace(config=llm.config, model=Faulty())
+    engine = Engine(llm, EngineConfig(speculate=3), draft=draft)
+    got = engine.generate(["the cat", "x"], replace(GREEDY, max_tokens=30))
+    assert [c.token_ids for c in got] == [
+        c.token_ids for c in llm.generate(["the cat", "x"], replace(GREEDY, max_tokens=30))
+    ]
+    report = engine.report()
+    assert report.num_drafts_failed == len(bad)
+    assert report.num_drafts_accepted > 0.8 * report.num_drafts_proposed > 0
+
+
 def test_a_draft_model_of_another_vocabulary_or_without_a_number_of_tokens_is_refused(llm):
     other = SimpleNamespace(config=SimpleNamespace(vocab_size=99))
     with pytest.raises(ConfigError, match="got a draft model of 99 tokens and speculate=2; need the model's own 280"):

@@ -6,7 +6,7 @@ from microllm.sampling.draft import MAX_PAUSE, Draft, NgramProposer
 
 
 def draft_of(tokens, most=4):
-    draft = Draft(NgramProposer(), most)
+    draft = Draft(NgramProposer, most)
     draft.extend(tokens)
     return draft
 
@@ -58,7 +58,7 @@ def test_misses_make_it_pause_ever_longer_and_a_hit_ends_that():
 def test_proposals_are_those_of_a_search_through_the_text():
     words = random.Random(3)
     tokens = [words.randrange(4) for _ in range(200)]
-    draft = Draft(NgramProposer(), 3)
+    draft = Draft(NgramProposer, 3)
     for end, token in enumerate(tokens):
         want = []
         for size in (4, 3, 2):

@@ -1,7 +1,8 @@
 """Guess with a smaller model: what it finds likeliest, token by token.
 
-Place: a ``Proposer`` for ``sampling.draft``; the engine makes one a request. Its cache is its own, one dense row, and
-holds its guesses too: those that were not taken are cut off before it goes on.
+Place: a ``Proposer`` for ``sampling.draft``, one for a request that runs. Its cache is its own, one dense row outside
+the pool of pages, and holds its guesses too: those that were not taken are cut off before it goes on. One that has
+raised is of no more use: its cache and its notes may differ.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ class ModelProposer:
         self._cache = model.new_cache(1, self._capacity)
         self._cached: list[int] = []
         self._num_sure = 0  # cached tokens that were the text's own, not guesses
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of its cache."""
+        return self._cache.num_bytes
 
     @torch.inference_mode()
     def __call__(self, tokens: Sequence[int], most: int) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import overload
 
@@ -32,7 +33,9 @@ from microllm.step import PageAllocator, PagePool, PoolUse, count_pages, layer_d
 class EngineReport:
     """What an engine is doing and has done since it was made.
 
-    Numbers: prefix tokens were found in the pool and not computed; accepted drafts are those that the model chose too
+    Units:   ``draft_bytes`` are a draft model's caches, beside ``kv``: a dense row for each request that guesses
+    Numbers: prefix tokens were found in the pool and not computed; accepted drafts are those that the model chose too;
+             failed ones are calls that raised, whose step went on without a guess
     """
 
     num_steps: int
@@ -42,8 +45,10 @@ class EngineReport:
     num_prefix_tokens: int
     num_drafts_proposed: int
     num_drafts_accepted: int
+    num_drafts_failed: int
     num_cached_pages: int
     kv: PoolUse
+    draft_bytes: int
 
 
 class Engine:
@@ -176,7 +181,9 @@ class Engine:
                 num_steps=self._num_steps, num_waiting=len(scheduler.waiting), num_running=len(scheduler.running),
                 num_preemptions=scheduler.num_preemptions, num_prefix_tokens=scheduler.num_prefix_tokens,
                 num_drafts_proposed=scheduler.num_drafts_proposed, num_drafts_accepted=scheduler.num_drafts_accepted,
-                num_cached_pages=allocator.num_cached, kv=self.pool.use(allocator.num_held, idle),
+                num_drafts_failed=scheduler.num_drafts_failed, num_cached_pages=allocator.num_cached,
+                kv=self.pool.use(allocator.num_held, idle),
+                draft_bytes=sum(r.draft.num_bytes for r in scheduler.running if r.draft is not None),
             )  # fmt: skip
 
     def _submit(self, prompts: Sequence[Prompt], params: SamplingParams, salt: bytes) -> list[Request]:
@@ -199,9 +206,9 @@ class Engine:
         if not self.config.speculate:
             return None
         if self._draft is None:
-            return Draft(NgramProposer(), self.config.speculate)
+            return Draft(NgramProposer, self.config.speculate)
         longest = len(sequence.prompt_ids) + sequence.max_new_tokens
-        return Draft(ModelProposer(self._draft.model, longest), self.config.speculate)
+        return Draft(partial(ModelProposer, self._draft.model, longest), self.config.speculate)
 
     def _fit(self, sequence: GeneratedSequence) -> None:
         """Let the engine's own context end a sequence, where that is shorter than the model's."""

@@ -18,6 +18,7 @@ from typing import Literal
 from microllm.errors import RequestError
 from microllm.inference.engine_config import EngineConfig
 from microllm.inference.request import Request
+from microllm.sampling.draft import Draft
 from microllm.step.pages import PageAllocator
 
 LOGPROB_CHUNK = 64
@@ -54,7 +55,8 @@ class Scheduler:
         self.running: list[Request] = []
         self._slots = list(range(config.num_rows - 1, -1, -1))
         self._steps_ahead = 0
-        self.num_preemptions = self.num_prefix_tokens = self.num_drafts_proposed = self.num_drafts_accepted = 0
+        self.num_preemptions = self.num_prefix_tokens = 0
+        self.num_drafts_proposed = self.num_drafts_accepted = self.num_drafts_failed = 0
 
     def check(self, request: Request) -> None:
         """Refuse a request that the pool could never hold.
@@ -134,10 +136,19 @@ class Scheduler:
             room = len(request.pages) * self._config.page_tokens - known
             if self._unreserved() > len(self.running):  # a page for guesses is taken from nobody
                 room += self._config.page_tokens
-            drafts = request.draft.propose(min(room, request.max_stored_tokens - known))
+            drafts = self._guess(request.draft, min(room, request.max_stored_tokens - known))
             self._take(request, known + len(drafts))
         tokens = [*request.tokens(start, known), *drafts]
         return Chunk(request, "decode", tokens, start, 1 + len(drafts), num_drafts=len(drafts), reaches_end=True)
+
+    def _guess(self, draft: Draft, most: int) -> list[int]:
+        try:
+            return draft.propose(most)
+        except Exception:  # noqa: BLE001 - whatever a proposer raises costs a guess, not a step
+            self.num_drafts_failed += 1
+            draft.drop()
+            draft.judge(0, 0)
+            return []
 
     def _prefill(self, request: Request, budget: int) -> Chunk:
         start, wants_all = request.num_computed, request.sequence.params.prompt_logprobs is not None
@@ -215,6 +226,8 @@ class Scheduler:
         self.allocator.release(request.pages)
         request.pages = []
         request.num_computed = request.num_tabled = 0
+        if request.draft is not None:
+            request.draft.drop()
         if request.slot is not None:
             self._slots.append(request.slot)
             request.slot = None

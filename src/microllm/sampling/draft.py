@@ -9,25 +9,38 @@ Source:  prompt lookup decoding (Saxena, 2023)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 MIN_NGRAM, MAX_NGRAM = 2, 4
 MAX_PAUSE = 64
 
-Proposer = Callable[[Sequence[int], int], list[int]]
-"""Returns at most so many tokens that may follow a text; the next call's text begins with this one's."""
+
+class Proposer(Protocol):
+    """Guesses what follows one text, which grows from call to call."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of key-value cache that it holds."""
+        ...
+
+    def __call__(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Return at most ``most`` tokens that may follow; the next call's text begins with this one's."""
+        ...
 
 
 class Draft:
     """One sequence's guesses, and how well they went.
 
+    ``new_proposer`` is called at the first proposal, and at the first one after a ``drop``.
     After a proposal of which nothing was accepted it pauses, twice as long each time, up to ``MAX_PAUSE`` tokens; an
     accepted token ends the pauses.
     """
 
-    def __init__(self, proposer: Proposer, max_tokens: int) -> None:
+    def __init__(self, new_proposer: Callable[[], Proposer], max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.num_proposed = self.num_accepted = 0
-        self._proposer = proposer
+        self._new_proposer = new_proposer
+        self._proposer: Proposer | None = None
         self._tokens: list[int] = []
         self._pause = self._wait = 0
 
@@ -42,7 +55,20 @@ class Draft:
     def propose(self, most: int) -> list[int]:
         """Return at most ``most`` tokens that may come next."""
         most = min(most, self.max_tokens)
-        return [] if most < 1 or self._wait else self._proposer(self._tokens, most)
+        if most < 1 or self._wait:
+            return []
+        if self._proposer is None:
+            self._proposer = self._new_proposer()
+        return self._proposer(self._tokens, most)
+
+    def drop(self) -> None:
+        """Let go of the proposer and what it holds."""
+        self._proposer = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of key-value cache that the proposer holds now."""
+        return 0 if self._proposer is None else self._proposer.num_bytes
 
     def judge(self, num_proposed: int, num_accepted: int) -> None:
         """Count a proposal and how many of its tokens the model chose itself."""
@@ -58,6 +84,11 @@ class NgramProposer:
     def __init__(self) -> None:
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> where its latest successor stands
         self._num_indexed = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Return 0: it holds no keys or values."""
+        return 0
 
     def __call__(self, tokens: Sequence[int], most: int) -> list[int]:
         """Return ``most`` tokens, or none."""
