@@ -214,7 +214,7 @@ def test_strange_promises_are_refused(changes, root):
     assert not list(root.rglob("contract.json"))
 
 
-@pytest.mark.parametrize("change", [{"pairs": 7}, {"pairs": 0}, {"round_s": 0.1}, {"kind": "both"}])
+@pytest.mark.parametrize("change", [{"pairs": 7}, {"pairs": 0}, {"round_s": 0.01}, {"kind": "both"}])
 def test_a_contract_written_by_hand_is_held_to_the_same(change, root):
     directory = new(root)
     path = directory / "contract.json"

@@ -118,10 +118,10 @@ class Plan(nn.Module):
         q_BTHK, k_BTGK = (
             _turned(part, turn).view(heads) for part, turn in zip((q_MHK, k_MGK), turns, strict=True)
         )  # fmt: skip
-        keys_BSGK, values_BSGK = cache.store(index, k_BTGK, v_MGK.reshape(heads), positions_BT)
-        if len(positions_BT) == 1:
-            context = self._attend(q_BTHK[0], keys_BSGK[0], values_BSGK[0])
+        if cache.num_rows == 1:
+            context = self._attend(q_BTHK[0], *cache.append(index, k_BTGK[0], v_MGK))
         else:
+            keys_BSGK, values_BSGK = cache.store(index, k_BTGK, v_MGK.reshape(heads), positions_BT)
             context = ops.attention(q_BTHK, keys_BSGK, values_BSGK, positions_BT, scale=1.0)
         context_MN = context.reshape(len(x_MD), -1)
         if wanted_M is not None:

@@ -81,15 +81,21 @@ class DenseCache:
         Shapes:  k, v [B, T, G, D], positions [B, T] as ``reserve`` gave them -> two views [B, S, G, D]
         """
         filled = self._filled + positions.shape[1]
-        if (
-            self.num_rows == 1 and self.keys.element_size() > 1
-        ):  # one row's tokens lie side by side; fp8 saturates below
-            for buffer, new in ((self.keys, k), (self.values, v)):
-                buffer[layer, :, self._filled : filled] = new.detach()
-            return self.keys[layer, :, :filled], self.values[layer, :, :filled]
         keys = ops.kv_store(self.keys[layer], k, positions)
         values = ops.kv_store(self.values[layer], v, positions)
         return keys[:, :filled], values[:, :filled]
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one layer's new keys and values of the only row behind its last ones, and return all of them.
+
+        As ``store``, by slices instead of positions: nothing is looked up.
+
+        Shapes:  k, v [T, G, D] -> two views [S, G, D]
+        """
+        filled = self._filled + len(k)
+        for buffer, new in ((self.keys, k), (self.values, v)):
+            buffer[layer, 0, self._filled : filled] = new
+        return self.keys[layer, 0, :filled], self.values[layer, 0, :filled]
 
     def advance(self, num_tokens: Tensor | int, longest: int) -> None:
         """Count ``num_tokens`` new tokens a row ([B] or one number); ``longest`` is the largest of them."""
