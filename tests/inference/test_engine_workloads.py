@@ -52,9 +52,11 @@ class HashRunner:
 
     def __init__(self, engine, same_bits):
         self.engine, self.same_bits = engine, same_bits
-        self.memory = {}
+        self.memory, self.num_runs = {}, 0
 
     def run(self, chunks):
+        assert chunks
+        self.num_runs += 1
         size, holders = self.engine.config.page_tokens, self.engine.scheduler.allocator._holders
         tokens, firsts = [], []
         for chunk in chunks:
@@ -116,8 +118,14 @@ class Workload(RuleBasedStateMachine):
     @rule(count=st.integers(1, 8))
     def step(self, count):
         for _ in range(count):
-            self.engine.step()
-            self.pages_add_up()
+            self.live_step()
+
+    def live_step(self):
+        """Where there is work, a step does some."""
+        before, has_work = self.engine._runner.num_runs, self.engine.has_work
+        self.engine.step()
+        assert self.engine._runner.num_runs == before + has_work
+        self.pages_add_up()
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -152,8 +160,7 @@ class Workload(RuleBasedStateMachine):
         if "requests" not in self.__dict__:
             return
         while self.engine.has_work:
-            assert self.engine.step() or self.engine.has_work
-            self.pages_add_up()
+            self.live_step()
         assert self.engine.scheduler.allocator.num_held == 0
         for request, want in self.requests:
             if request.finish_reason != "cancelled":
