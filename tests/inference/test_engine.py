@@ -10,6 +10,7 @@ from microllm import SamplingParams
 from microllm.cli import main
 from microllm.errors import ConfigError, RequestError
 from microllm.inference import LLM, verify
+from microllm.inference import engine as engine_module
 from microllm.inference.draft_model import ModelProposer
 from microllm.inference.engine import Engine
 from microllm.inference.engine_config import EngineConfig
@@ -172,6 +173,13 @@ def test_a_failure_after_some_have_ended_leaves_an_engine_that_goes_on(llm, monk
     for request, prompt in ((first, "the cat"), (second, "x")):
         assert request.completion.token_ids == llm.generate(prompt, params).token_ids
     assert engine.scheduler.allocator.num_held == 0
+
+
+def test_a_token_that_was_not_chosen_has_no_origin(spoiled):
+    engine = engine_of(spoiled, diagnose=True)
+    (request,) = engine.add("so wow!", GREEDY)
+    drain(engine)
+    assert (request.finish_reason, request.origins) == ("error", [])
 
 
 @pytest.mark.parametrize("kind", ["stop", "stop_token_ids"])
@@ -559,6 +567,7 @@ def test_the_engines_own_context_ends_a_sequence_and_refuses_a_longer_prompt(llm
         ({"page_tokens": 512}, "need a whole number from 1 to 256"),
         ({"kv_bytes": 0}, "got kv_bytes=0"),
         ({"speculate": 8}, "got speculate=8; need a whole number from 0 to 7"),
+        ({"max_step_tokens": 1}, "got max_step_tokens=1; need a whole number from 2"),
         ({"max_rows": 64, "max_step_tokens": 64}, "got max_step_tokens=64; need more than 64"),
         ({"max_rows": 64, "max_step_tokens": 300, "speculate": 4}, "need more than 320"),
     ],
@@ -566,6 +575,67 @@ def test_the_engines_own_context_ends_a_sequence_and_refuses_a_longer_prompt(llm
 def test_options_that_cannot_work_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         EngineConfig(**options)
+
+
+@pytest.mark.parametrize(("rows", "drafts", "tokens"), [(64, 0, 512), (64, 7, 960), (1, 4, 516), (4096, 7, 36864)])
+def test_a_step_has_room_for_every_number_of_rows_and_guesses(rows, drafts, tokens):
+    config = EngineConfig(max_rows=rows, speculate=drafts)
+    assert config.step_tokens == tokens
+    assert config.min_chunk >= min(rows, 448)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_packed_weights_are_refused_by_name_and_before_anything_loads(precision):
+    llm = SimpleNamespace(precision=precision, config=None)
+    words = rf'got {precision} weights; the engine runs fp32, bf16 or fp16 ones; load\(..., precision="fp32"\)'
+    with pytest.raises(ConfigError, match=words):
+        Engine(llm)
+
+
+def test_an_engine_has_its_weights_before_it_looks_for_free_memory(llm, monkeypatch):
+    order = []
+
+    class Watched(LLM):
+        @property
+        def transformer(self):
+            order.append("weights")
+            return self.model
+
+    count = engine_module.count_pages
+    monkeypatch.setattr(engine_module, "count_pages", lambda *a, **k: order.append("memory") or count(*a, **k))
+    Engine(Watched(llm.model, llm.tokenizer), EngineConfig(max_rows=1))
+    assert order == ["weights", "memory"]
+
+
+def test_a_salt_is_bytes(llm):
+    with pytest.raises(RequestError, match="got a salt of type str; need bytes"):
+        engine_of(llm).add("x", GREEDY, salt="me")
+
+
+def test_a_steps_head_multiplies_only_where_a_token_is_wanted(llm, monkeypatch):
+    engine = engine_of(llm, max_rows=1, max_step_tokens=9)
+    (request,) = engine.add("y" * 30, replace(GREEDY, max_tokens=2))
+    heads, linear = [], engine._runner._linear
+
+    def watched(x, weight, bias=None):
+        heads.append(weight.shape[0] == llm.config.vocab_size)
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(engine._runner, "_linear", watched)
+    drain(engine)
+    assert engine.report().num_steps == 5
+    assert sum(heads) == 2
+    assert request.completion.token_ids == llm.generate("y" * 30, replace(GREEDY, max_tokens=2)).token_ids
+
+
+def test_a_request_says_when_things_happened(llm):
+    engine = engine_of(llm)
+    (request,) = engine.add("x", GREEDY)
+    assert (request.first_token_s, request.finished_s) == (None, None)
+    drain(engine)
+    assert request.submitted_s < request.first_token_s < request.finished_s
+    seconds = request.finished_s - request.submitted_s
+    assert request.completion.timings.total_ms == pytest.approx(1e3 * seconds)
 
 
 @pytest.mark.parametrize("call", ["add", "stream", "generate"])

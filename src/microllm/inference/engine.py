@@ -18,7 +18,7 @@ from microllm.errors import ConfigError, RequestError
 from microllm.inference.completion import Completion, StreamPiece
 from microllm.inference.draft_model import ModelProposer
 from microllm.inference.engine_config import EngineConfig
-from microllm.inference.llm import LLM, Prompt, as_batch, checked_params, one_choice
+from microllm.inference.llm import LLM, PACKED_PRECISIONS, Prompt, as_batch, checked_params, one_choice
 from microllm.inference.request import Request
 from microllm.inference.runner import ModelRunner
 from microllm.inference.scheduler import Scheduler
@@ -52,22 +52,33 @@ class EngineReport:
 
 
 class Engine:
-    """Serves many requests at once from one pool of key-value pages.
+    """Serves many requests at once from one pool of key-value pages, with plain weights.
 
+    Those of an ``LLM`` that runs a plan (``load`` on a CPU) are loaded beside the plan's, once for all its engines.
     ``draft`` is a smaller model of the same vocabulary that guesses ahead in place of the text's own n-grams.
     Threads may call at the same time: a step runs to its end, under ``lock``, before another call goes on.
+
+    Raises:
+        ConfigError: int8 or int4 weights; a draft model of another vocabulary or nothing for it to guess; a cache that
+            holds no page.
+        UnavailableError: the device has no memory for the cache.
     """
 
     def __init__(self, llm: LLM, config: EngineConfig | None = None, *, draft: LLM | None = None) -> None:
         self.llm, self.config, self._draft = llm, config or EngineConfig(), draft
         config = self.config
+        if llm.precision in PACKED_PRECISIONS:
+            raise ConfigError(
+                f'got {llm.precision} weights; the engine runs fp32, bf16 or fp16 ones; load(..., precision="fp32")'
+            )
+        model = llm.transformer  # loads beside a plan's weights, before free memory is looked at
         if draft is not None and (draft.config.vocab_size != llm.config.vocab_size or not config.speculate):
             raise ConfigError(
                 f"got a draft model of {draft.config.vocab_size} tokens and speculate={config.speculate}; "
                 f"need the model's own {llm.config.vocab_size} and at least 1; say how many tokens it is to guess"
             )
         context = min(config.max_context or llm.config.max_position_embeddings, llm.config.max_position_embeddings)
-        dtypes = layer_dtypes(llm.config, config.kv_dtype, llm.dtype)
+        dtypes = layer_dtypes(llm.config, config.kv_dtype, model.norm.weight.dtype)
         num_pages = count_pages(
             page_bytes(llm.config, config.page_tokens, dtypes), limit_bytes=config.kv_bytes, device=llm.device,
             wanted=config.num_rows * -(-context // config.page_tokens),
@@ -75,7 +86,7 @@ class Engine:
         self.pool = PagePool(llm.config, num_pages, page_tokens=config.page_tokens, dtypes=dtypes, device=llm.device)
         deterministic = llm.device.type == "cpu" if config.deterministic is None else config.deterministic
         self._runner = ModelRunner(
-            llm.transformer, self.pool, num_slots=config.num_rows, context=context, deterministic=deterministic,
+            model, self.pool, num_slots=config.num_rows, context=context, deterministic=deterministic,
             max_drafts=config.speculate,
         )  # fmt: skip
         self.scheduler = Scheduler(PageAllocator(num_pages), config, same_bits=self._runner.same_bits)
@@ -188,6 +199,8 @@ class Engine:
 
     def _submit(self, prompts: Sequence[Prompt], params: SamplingParams, salt: bytes) -> list[Request]:
         """Check all prompts, then queue all of them."""
+        if not isinstance(salt, bytes):
+            raise RequestError(f"got a salt of type {type(salt).__name__}; need bytes; encode it")
         sequences = self.llm.sequences(prompts, params)
         with self.lock:
             requests = []

@@ -18,7 +18,8 @@ class EngineConfig:
     Args:
         scheduler: "continuous" runs many requests at once and lets them share prefixes; "serial" one after the other.
         max_rows: Requests that run at once.
-        max_step_tokens: Tokens of a step: a decoding row's own first, then chunks of prompts.
+        max_step_tokens: Tokens of a step: a decoding row's own and its guesses first, then chunks of prompts; None is
+            512, or two a row where that is more, and the guesses.
         max_context: Longest prompt and answer together; None is the model's own limit.
         page_tokens: Tokens a page, a power of two.
         kv_dtype: What keys and values are stored as: auto (the model's dtype), fp32, bf16, fp16 or fp8; or one a layer.
@@ -34,7 +35,7 @@ class EngineConfig:
 
     scheduler: Literal["continuous", "serial"] = "continuous"
     max_rows: int = 64
-    max_step_tokens: int = 512
+    max_step_tokens: int | None = None
     max_context: int | None = None
     page_tokens: int = 16
     kv_dtype: str | tuple[str, ...] = "auto"
@@ -68,6 +69,13 @@ class EngineConfig:
         return 1 if self.scheduler == "serial" else self.max_rows
 
     @property
+    def step_tokens(self) -> int:
+        """Return the most tokens of a step."""
+        if self.max_step_tokens is not None:
+            return self.max_step_tokens
+        return max(512, 2 * self.num_rows) + self.num_rows * self.speculate
+
+    @property
     def shares_prefixes(self) -> bool:
         """Return whether prompts may use pages of earlier ones."""
         return self.prefix_cache and self.scheduler != "serial"
@@ -75,4 +83,4 @@ class EngineConfig:
     @property
     def min_chunk(self) -> int:
         """Return the fewest prompt tokens that a step has room for, whatever decodes."""
-        return self.max_step_tokens - self.num_rows * (1 + self.speculate)
+        return self.step_tokens - self.num_rows * (1 + self.speculate)

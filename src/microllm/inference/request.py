@@ -9,7 +9,6 @@ Place: the scheduler moves it from state to state and the engine hands it tokens
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -27,8 +26,9 @@ State = Literal["waiting", "prefilling", "decoding", "preempted", "finished"]
 class Request:
     """One sequence and what the engine knows about it.
 
-    Units:   ``submitted_s``, ``finished_s`` on ``time.perf_counter``; steps are the engine's, counted from 0;
-             ``max_steps`` is the most steps that it may take from submission to its end
+    Units:   ``submitted_s``, ``first_token_s`` and ``finished_s`` in seconds on ``time.perf_counter``, None for what
+             has not happened yet; steps are the engine's, counted from 0; ``max_steps`` is the most steps that it may
+             take from submission to its end
     """
 
     def __init__(
@@ -50,7 +50,6 @@ class Request:
         self.preemptions = 0
         self.submitted_step = self.max_steps = 0
         self.finished_step: int | None = None
-        self.submitted_s = time.perf_counter()
         self._digests = [first_digest(salt)]
 
     @property
@@ -72,6 +71,21 @@ class Request:
     def finish_reason(self) -> FinishReason | None:
         """Return how it ended, once it has."""
         return self.sequence.finish_reason
+
+    @property
+    def submitted_s(self) -> float:
+        """Return when it was asked for."""
+        return self.sequence.submitted_s
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Return when its first token was chosen."""
+        return self.sequence.first_token_s
+
+    @property
+    def finished_s(self) -> float | None:
+        """Return when it ended."""
+        return self.sequence.finished_s
 
     @property
     def completion(self) -> Completion:

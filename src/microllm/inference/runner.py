@@ -109,6 +109,8 @@ class ModelRunner:
             x_ND = self._block(
                 layer, cast("Block", block), x_ND, positions_N.clamp(min=0), list(zip(groups, tables, strict=True))
             )
+        if not len(wanted):  # chunks that end within their prompts
+            return x_ND.new_empty(0, self.model.head_weight_VD.shape[0])
         last_AD = self._with_idle_rows(self.model.norm(x_ND[wanted]))
         return self._linear(last_AD, self.model.head_weight_VD)[: len(wanted)]
 

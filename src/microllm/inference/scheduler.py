@@ -84,7 +84,7 @@ class Scheduler:
         for request in list(self.running):
             if request.state == "decoding" and self._make_room(request):
                 chunks.append(self._decode(request))
-        budget = self._config.max_step_tokens - sum(len(chunk.token_ids) for chunk in chunks)
+        budget = self._config.step_tokens - sum(len(chunk.token_ids) for chunk in chunks)
         for request in self.running:
             if request.state == "prefilling" and budget > 0:
                 chunks.append(self._prefill(request, budget))

@@ -46,10 +46,10 @@ class GeneratedSequence:
         self._texts: list[str] = []
         self._num_sent = 0, 0
         self._error: str | None = None
-        self._submitted = time.perf_counter()
+        self.submitted_s = time.perf_counter()
         self._started: float | None = None
-        self._first: float | None = None
-        self._ended = self._submitted
+        self.first_token_s: float | None = None
+        self.finished_s: float | None = None
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -69,7 +69,7 @@ class GeneratedSequence:
                 f"need finite ones; {IF_NOT_FINITE}"
             )
             return
-        self._first = self._first or time.perf_counter()
+        self.first_token_s = self.first_token_s or time.perf_counter()
         self._token_ids.append(token_id)
         if logprob is not None:
             self._logprobs.append(logprob)
@@ -88,7 +88,7 @@ class GeneratedSequence:
         if self.finish_reason is not None:
             return
         self.finish_reason = reason  # before the text, so that one that cannot be decoded ends as well
-        self._ended = time.perf_counter()
+        self.finished_s = time.perf_counter()
         if self._checker.stopped is None:
             rest = self._checked(self._stream.flush())
             self._texts.append(rest + self._checker.flush())
@@ -134,11 +134,12 @@ class GeneratedSequence:
         )
 
     def _timings(self) -> Timings:
-        first, num_decoded = self._first, len(self._token_ids) - 1
-        decode_s = self._ended - first if first is not None else 0.0
+        assert self.finished_s is not None, "times are of a finished sequence"
+        first, num_decoded = self.first_token_s, len(self._token_ids) - 1
+        decode_s = self.finished_s - first if first is not None else 0.0
         return Timings(
             prefill_ms=None if first is None or self._started is None else 1e3 * (first - self._started),
-            ttft_ms=None if first is None else 1e3 * (first - self._submitted),
-            total_ms=1e3 * (self._ended - self._submitted),
+            ttft_ms=None if first is None else 1e3 * (first - self.submitted_s),
+            total_ms=1e3 * (self.finished_s - self.submitted_s),
             decode_tokens_per_s=num_decoded / decode_s if num_decoded > 0 and decode_s > 0 else None,
         )
