@@ -231,7 +231,7 @@ def test_auto_takes_the_demos_blocks_as_they_are(demo):
     assert is_four_bit(checkpoint)
     llm = load("demo", device="cpu")
     assert (llm.precision, llm.dtype) == ("int4", torch.float32)
-    assert llm.model.weights.kernels == {"torch int4": 120, "torch int4, refined": 1}
+    assert llm.model.weights.kernels == {"torch int4": 120, "torch int4 twice": 1}
     params = SamplingParams(temperature=0, max_tokens=12)
     text = "Question: What is the capital of France?\nAnswer: The capital of France is"
     assert "Paris" in llm.generate(text, params).text
@@ -241,9 +241,18 @@ def test_auto_takes_the_demos_blocks_as_they_are(demo):
         _ = llm.transformer
 
 
+def test_the_tokens_are_those_of_all_logits(packed_demo):
+    """Greedy decoding looks at the largest logit alone; asked for log-probabilities it looks at all of them."""
+    llm = load("demo", device="cpu")
+    for text in ("Once upon a time", "def fibonacci(n):", "The three largest cities of Italy are"):
+        short = SamplingParams(temperature=0, max_tokens=24)
+        whole = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
+        assert llm.generate(text, short).token_ids == llm.generate(text, whole).token_ids
+
+
 def test_a_second_load_packs_nothing_and_gives_the_same_bits(packed_demo, monkeypatch):
     home, source, weights = packed_demo
-    for name in ("int4_planes", "high_planes", "quantised_planes"):
+    for name in ("int4_planes", "half_planes", "quantised_planes"):
         monkeypatch.setattr(plan_weights, name, lambda *_: pytest.fail("packed again"))
     again = packed_file.PackedFile(home, source.path, "int4")
     loaded = pack_checkpoint(open_checkpoint(source), "int4", wide_dtype=torch.bfloat16, packed_file=again)
@@ -357,7 +366,7 @@ def test_saved_planes_are_plain_safetensors(packed_demo):
     home, _, _ = packed_demo
     (path,) = home.iterdir()
     names = load_file(path).keys()
-    assert {"layers.0.qkv.codes", "head.scales"} <= set(names)
+    assert {"layers.0.qkv.codes", "head.low.scales"} <= set(names)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -370,16 +379,16 @@ def test_blocks_of_a_gguf_file_give_the_logits_of_its_dequantised_weights(family
     checkpoint = open_checkpoint(ModelSource("tiny", path, "gguf"))
     assert is_four_bit(checkpoint)
     plan, model = plan_of(checkpoint, "int4"), load_model(checkpoint, dtype=torch.float32)
-    assert plan.weights.kernels == {"torch int4": 8, "torch int4, refined": 1}
+    assert plan.weights.kernels == {"torch int4": 8, "torch int4 twice": 1}
     ids = torch.randint(0, 160, (1, 60))
     expected = model(ids)[0]
     assert relative(plan(ids)[0], expected) < 0.03
     cache = plan.new_cache(1, 60)
     found = torch.cat([plan(ids[:, t : t + 1], cache=cache, last_only=True)[0] for t in range(60)])
-    assert relative(found, expected) < 0.08  # the unlikely fifth of the vocabulary is coarse
+    assert relative(found, expected) < 0.03
     for num_rows in (3, 12):
         rows = ids.view(12, 5)[:num_rows]
         cache = plan.new_cache(num_rows, 6)
         plan(rows, cache=cache)
         again = plan(rows[:, :1], cache=cache, last_only=True)[:, 0]
-        assert relative(again, model(torch.cat((rows, rows[:, :1]), 1))[:, -1]) < 0.08
+        assert relative(again, model(torch.cat((rows, rows[:, :1]), 1))[:, -1]) < 0.03

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from microllm.config import ModelConfig
 from microllm.inference.plan_weights import LayerWeights, PlanWeights
+from microllm.ops.packed import RefinedWeight
 from microllm.step import DenseCache
 
 _silu = torch._C._nn.silu  # pyright: ignore[reportAttributeAccessIssue]  (functional.silu takes no out)
@@ -69,15 +70,20 @@ class DecodeStep:
         self._buffers = _Buffers(config)
         self._normalise = _bound_norm(self._buffers, config)
         self._layers = [_BoundLayer(layer, self._buffers) for layer in weights.layers]
-        self._head = weights.head.bind(self._buffers.normed)
+        head, normed = weights.head, self._buffers.normed
+        self._head = head.bind(normed)
+        self._top = head.bind_top(normed) if isinstance(head, RefinedWeight) else self._head
         G, K = config.num_key_value_heads, config.head_dim
         keys_LCGK, values_LCGK = cache.keys[:, 0], cache.values[:, 0]
         self._key_pairs = torch.view_as_complex(keys_LCGK.view(len(keys_LCGK), -1, G, K // 2, 2))
         self._values = values_LCGK
         self._keys_L1GCK, self._values_L1GCK = (t.transpose(1, 2).unsqueeze(1) for t in (keys_LCGK, values_LCGK))
 
-    def __call__(self, token_id_1: Tensor, position: int) -> Tensor:
-        """Return the logits after one more token, and put its keys and values into the cache: [1, V] fp32."""
+    def __call__(self, token_id_1: Tensor, position: int, *, top_only: bool) -> Tensor:
+        """Return the logits after one more token, and put its keys and values into the cache: [1, V] fp32.
+
+        With ``top_only`` none but the largest need be right.
+        """
         b, turn, normalise = self._buffers, self._turns[position], self._normalise
         x, active, context = b.x, b.active, b.context_heads
         x.copy_(self._embedding(token_id_1))
@@ -105,7 +111,7 @@ class DecodeStep:
             active.mul_(b.up)
             x.add_(layer.down())
         normalise(self._norm)
-        return self._head().float()
+        return (self._top() if top_only else self._head()).float()
 
     def _normalise_heads(self, q_norm_K: Tensor, k_norm_K: Tensor) -> None:
         for heads, weight in ((self._buffers.q_heads, q_norm_K), (self._buffers.k_heads, k_norm_K)):

@@ -47,7 +47,7 @@ def generate_tokens(model: Model, sequences: Sequence[GeneratedSequence]) -> Gen
                 rows = _filled_gaps(running)
                 cache.take(rows)
                 active, token_ids = [active[i] for i in rows], [token_ids[i] for i in rows]
-            logits_AV = _step(model, cache, token_ids)
+            logits_AV = _step(model, cache, token_ids, takes_top=all(s.sampler.takes_top for s in active))
     finally:
         for sequence in sequences:
             sequence.finish("cancelled")
@@ -134,9 +134,11 @@ def _choose(logits_AV: Tensor, active: Sequence[GeneratedSequence]) -> list[int]
 
 
 @torch.inference_mode()
-def _step(model: Model, cache: DenseCache, token_ids: Sequence[int]) -> Tensor:
-    """Run one token of each row; return the next logits, [A, V]."""
+def _step(model: Model, cache: DenseCache, token_ids: Sequence[int], *, takes_top: bool) -> Tensor:
+    """Run one token of each row; return the next logits, [A, V]; of each row the largest alone with ``takes_top``."""
     ids_A1 = torch.tensor(token_ids, device=cache.keys.device)[:, None]
+    if takes_top and isinstance(model, Plan):
+        return model(ids_A1, cache=cache, last_only=True, top_only=True)[:, 0]
     return model(ids_A1, cache=cache, last_only=True)[:, 0]
 
 

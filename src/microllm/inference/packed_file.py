@@ -25,7 +25,7 @@ from torch import Tensor
 
 from microllm.evidence.environment import read_device_name
 
-_FORMAT = 4
+_FORMAT = 5
 """To be raised with every change of what the packed bytes mean."""
 _KEEP = 4
 """Packed files that stay; the least recently used go."""

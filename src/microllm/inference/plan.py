@@ -11,6 +11,7 @@ Axes:    B = rows, T = tokens, M = B T, D = model dim, H = query heads, G = KV h
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,13 +48,15 @@ class Plan(nn.Module):
     @torch.no_grad()
     def forward(
         self, token_ids_BT: Tensor, *, cache: DenseCache | None = None,
-        num_tokens_B: Tensor | None = None, last_only: bool = False,
+        num_tokens_B: Tensor | None = None, last_only: bool = False, top_only: bool = False,
     ) -> Tensor:  # fmt: skip
         """Return the logits of each token, or of each row's last token, as ``Transformer`` does.
 
+        With ``top_only``, for a caller that takes the argmax, logits below the largest may be coarse.
+
         Shapes:  token_ids [B, T] int64, num_tokens [B] int64 -> [B, T, V], or [B, 1, V] with ``last_only``, fp32
-        Numbers: a head in bf16 or int8 rounds its logits to bf16; a refined one's are exact, but for the unlikely ones
-                 of last tokens (``ops.packed.RefinedWeight``)
+        Numbers: a head in bf16 or int8 rounds its logits to bf16; one of q8_0 blocks adds two halves, each rounded so,
+                 for at most 8 last tokens, and is exact for more tokens and for whole prompts
 
         Raises:
             RequestError: no token is given, or the positions pass the model's context or the cache.
@@ -66,7 +69,7 @@ class Plan(nn.Module):
                 raise RequestError(f"got {T} tokens; need at most {self.config.max_position_embeddings} (the context)")
             cache = self.new_cache(B, T)
         if B == T == cache.num_rows == 1 and num_tokens_B is None:
-            return self._decode(token_ids_BT, cache)
+            return self._decode(token_ids_BT, cache, top_only=top_only)
         positions_BT = cache.reserve(T)
         last_B = torch.full((B,), T - 1) if num_tokens_B is None else (num_tokens_B - 1).clamp(min=0)
         wanted_M = torch.arange(B) * T + last_B if last_only else None
@@ -83,14 +86,14 @@ class Plan(nn.Module):
         logits_MV = head.exact(x_MD) if isinstance(head, RefinedWeight) and not last_only else head(x_MD)
         return logits_MV.float().unflatten(0, (B, -1))
 
-    def _decode(self, token_ids_11: Tensor, cache: DenseCache) -> Tensor:
+    def _decode(self, token_ids_11: Tensor, cache: DenseCache, *, top_only: bool) -> Tensor:
         """Run one token of one sequence through the bound step."""
         cache.check_room(1)
         step = self._steps.get(cache)
         if step is None:
             step = DecodeStep(self.weights, cache, self._turns(torch.arange(cache.capacity)))
             self._steps[cache] = step
-        logits_1V = step(token_ids_11[0], cache.num_filled)
+        logits_1V = step(token_ids_11[0], cache.num_filled, top_only=top_only)
         cache.advance(1, 1)
         return logits_1V.unsqueeze(1)
 
@@ -126,7 +129,7 @@ class Plan(nn.Module):
         context_MN = context.reshape(len(x_MD), -1)
         if wanted_M is not None:
             x_MD, context_MN = x_MD[wanted_M], context_MN[wanted_M]
-        x_MD = x_MD + layer.output(context_MN)
+        x_MD = x_MD.add_(layer.output(context_MN))  # the stream is this pass's own
         return x_MD.add_(layer.down(layer.gate_up.swiglu(self._normed(x_MD, layer.ffn_norm))))
 
     def _attend(self, q_THK: Tensor, keys_SGK: Tensor, values_SGK: Tensor) -> Tensor:
@@ -139,16 +142,23 @@ class Plan(nn.Module):
         q_GTRK, keys_GSK, values_GSK = (
             t.to(self._wide_dtype) for t in (q_GTRK, keys_SGK.transpose(0, 1), values_SGK.transpose(0, 1))
         )
-        context = []
+        context_TGRK = q_GTRK.new_empty(T, *q_GTRK.shape[::2], q_GTRK.shape[3])
         for start in range(0, T, _QUERY_BLOCK):
             size = min(_QUERY_BLOCK, T - start)
             seen = S - T + start + size
             block = q_GTRK[:, start : start + size].flatten(1, 2)
             scores = torch.bmm(block, keys_GSK[:, :seen].transpose(1, 2)).unflatten(1, (size, -1))
-            scores[..., seen - size :] += torch.full((size, size), -math.inf).triu(1).unsqueeze(1)
+            scores[..., seen - size :].add_(_later(size).unsqueeze(1))
             weights = scores.softmax(-1).flatten(1, 2)
-            context.append(torch.bmm(weights, values_GSK[:, :seen]).unflatten(1, (size, -1)))
-        return torch.cat(context, dim=1).transpose(0, 1).flatten(1, 2)
+            found = torch.bmm(weights, values_GSK[:, :seen]).unflatten(1, (size, -1))
+            context_TGRK[start : start + size] = found.transpose(0, 1)
+        return context_TGRK.flatten(1, 2)
+
+
+@lru_cache(maxsize=8)
+def _later(size: int) -> Tensor:
+    """Return what is added to a block's own scores: -inf for keys that come later, [T, T]."""
+    return torch.full((size, size), -math.inf).triu(1)
 
 
 def _turned(heads_MHK: Tensor, turns_M1P: Tensor) -> Tensor:

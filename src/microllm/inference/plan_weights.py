@@ -25,7 +25,7 @@ from microllm.ops.packed import (
     PackedWeight,
     Planes,
     RefinedWeight,
-    high_planes,
+    half_planes,
     int4_planes,
     q8_0_codes,
     quantised_planes,
@@ -169,8 +169,18 @@ class _Packer:
         rows, columns = self._shapes[name]
         if self._precision != "int4" or self._weights.packed_type(name) != "q8_0" or rows % 16 or columns % GROUP:
             return self.matrix("head", [name.removesuffix(".weight")], bits=8)
-        planes = self._kept("head", _shape(rows, columns, 1), lambda: high_planes(self._weights.read_packed(name)))
-        return RefinedWeight(planes, self.table(name) if table is None else table())
+        halves: list[tuple[Planes, Planes]] = []
+
+        def half(index: int) -> Planes:
+            if not halves:
+                halves.append(half_planes(self._weights.read_packed(name)))
+            return halves[0][index]
+
+        high, low = (
+            self._kept(f"head.{part}", _shape(rows, columns, 1), lambda index=index: half(index))
+            for index, part in enumerate(("high", "low"))
+        )
+        return RefinedWeight((high, low), self.table(name) if table is None else table())
 
     def matrix(self, key: str, parts: list[str], bits: int = 4) -> PackedWeight:
         """Return matrices stacked along their rows, packed."""

@@ -161,29 +161,27 @@ class Int4Weight:
 
 
 class RefinedWeight:
-    """A head of eight-bit codes: of a decoded token the ``NUM_REFINED`` largest logits are exact, the others coarse.
+    """A head of eight-bit codes in two products: by their high halves and by their low ones.
 
-    One product by the high halves of the codes finds the largest, whose rows of ``table`` are then multiplied whole;
-    no other logit may pass the least of them. ``exact`` multiplies by all rows, a piece of the vocabulary at a time.
+    The largest logit alone is found with one of them: it is among the ``NUM_REFINED`` largest by the high halves,
+    whose rows of ``table`` are multiplied whole, or else the low halves are multiplied too (``bind_top``). ``exact``
+    multiplies by all rows, a piece of the vocabulary at a time.
 
-    Numbers: exact logits as fp32 of the stored codes; coarse ones miss the codes' low halves, as four-bit weights do
+    Numbers: each product rounds to bf16, their sum is fp32; refined and exact logits are fp32 of the stored codes
     """
 
     NUM_REFINED = 128
 
-    def __init__(self, high: Planes, table: Callable[[Tensor], Tensor]) -> None:
-        self._coarse, self._table = Int4Weight(high, None), table
-        self._num_rows = high[1].shape[1]
-        self.kernel = "torch int4, refined"
+    def __init__(self, halves: tuple[Planes, Planes], table: Callable[[Tensor], Tensor]) -> None:
+        self._high, self._low = (Int4Weight(planes, None) for planes in halves)
+        self._table, self._num_rows = table, halves[0][1].shape[1]
+        self.kernel = "torch int4 twice"
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         """Return x times the transposed weight: [M, N] fp32."""
         if len(x_MK) > MAX_NARROW_ROWS:
             return self.exact(x_MK)
-        y_MN = self._coarse(x_MK).float()
-        for x_K, y_N in zip(x_MK.float(), y_MN, strict=True):
-            self._refine(x_K, y_N)
-        return y_MN
+        return self._high(x_MK).float().add_(self._low(x_MK))
 
     def exact(self, x_MK: Tensor) -> Tensor:
         """Return x times the transposed weight, every result exact: [M, N] fp32."""
@@ -192,19 +190,28 @@ class RefinedWeight:
 
     def bind(self, x_1K: Tensor) -> Product:
         """Return a call that multiplies what ``x_1K`` (fp32) then holds."""
-        coarse, x_K = self._coarse.bind(x_1K), x_1K[0]
+        high, low = self._high.bind(x_1K), self._low.bind(x_1K)
+        return lambda: high().float().add_(low())
+
+    def bind_top(self, x_1K: Tensor) -> Product:
+        """Return a call whose largest result is that of ``bind``, and exact; the others are coarse, and below it.
+
+        What the low halves can add is judged by what they add to the refined: where twice the most of it could lift
+        another result past the best, they are multiplied.
+        """
+        high, low, x_K, count = self._high.bind(x_1K), self._low.bind(x_1K), x_1K[0], self.NUM_REFINED
 
         def product() -> Tensor:
-            y_1N = coarse().float()
-            self._refine(x_K, y_1N[0])
+            y_1N = high().float()
+            coarse, largest = y_1N[0].topk(min(count, y_1N.shape[1]))
+            exact = torch.mv(self._table(largest), x_K)
+            best, least = exact.amax(), coarse[-1]
+            if not best - least > 2 * (exact - coarse).abs().amax():
+                return y_1N.add_(low())
+            y_1N[0].clamp_(max=least).index_copy_(0, largest, exact)
             return y_1N
 
         return product
-
-    def _refine(self, x_K: Tensor, y_N: Tensor) -> None:
-        largest = y_N.topk(min(self.NUM_REFINED, len(y_N)), sorted=False).indices
-        exact = torch.mv(self._table(largest), x_K)
-        y_N.clamp_(max=exact.amin()).index_copy_(0, largest, exact)
 
     def swiglu(self, x_MK: Tensor) -> Tensor:
         """Return silu(gate) * up of a weight that stacks [gate; up]: [M, N / 2]."""
@@ -213,7 +220,7 @@ class RefinedWeight:
     @property
     def num_bytes(self) -> int:
         """Return the bytes that one row's product reads."""
-        return self._coarse.num_bytes
+        return self._high.num_bytes + self._low.num_bytes
 
 
 def _linear_silu(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -242,10 +249,12 @@ def int4_planes(blocks_NB: Tensor, stored: str) -> Planes:
     return _SPLIT[stored](blocks_NB)
 
 
-def high_planes(blocks_NB: Tensor) -> Planes:
-    """Return the high halves of q8_0 codes as planes, each low half taken for the mean: for ``RefinedWeight``."""
+def half_planes(blocks_NB: Tensor) -> tuple[Planes, Planes]:
+    """Return the high and the low halves of q8_0 codes as planes for ``RefinedWeight``; the low ones have mean 0."""
     codes, scale = q8_0_codes(blocks_NB)
-    return _planes(codes.to(torch.int16) + 128 >> 4, 16 * scale, 7.5 * scale)
+    shifted = codes.to(torch.int16) + 128
+    high = _planes(shifted >> 4, 16 * scale, 7.5 * scale)
+    return high, _planes(shifted & 15, scale, 0.5 * scale)
 
 
 def q8_0_codes(blocks_NB: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,11 @@ class Sampler:
         return banned or self._has_penalties or bool(self.params.logit_bias)
 
     @property
+    def takes_top(self) -> bool:
+        """Return whether the next token is the argmax of its logits as they are, and nothing else is asked of them."""
+        return self.params.temperature == 0 and self.params.logprobs is None and not self.edits
+
+    @property
     def _too_short(self) -> bool:
         return self._num_chosen < self.params.min_tokens
 
