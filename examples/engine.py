@@ -2,7 +2,7 @@
 
 import microllm
 
-llm = microllm.load("demo")
+llm = microllm.load("demo", precision="fp32")
 engine = microllm.Engine(llm, microllm.EngineConfig(max_rows=4, max_context=256, speculate=4))
 params = microllm.SamplingParams(temperature=0, max_tokens=12, logprobs=0)
 

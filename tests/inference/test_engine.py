@@ -522,17 +522,24 @@ def test_a_diagnosed_token_says_where_it_was_made_and_costs_nothing_otherwise(ll
 
 
 def test_the_command_explains_a_token(llm, monkeypatch, capsys):
-    monkeypatch.setattr("microllm.inference.load", lambda *_, **__: llm)
+    loaded = []
+    monkeypatch.setattr("microllm.inference.load", lambda *_, **options: loaded.append(options["precision"]) or llm)
     command = ["generate", "--raw", "--prompt", "the cat", "--temperature", "0", "--max-tokens", "5", "--explain-token"]
     want = llm.generate("the cat", replace(GREEDY, max_tokens=5))
     assert main([*command, "2"]) == 0
     shown = capsys.readouterr().out
     assert want.text in shown
     position = len(want.prompt_token_ids) + 2
-    assert f"token 2: {want.token_ids[2]}, at position {position}, made by decode in step 2" in shown
+    assert f"token 2: {want.token_ids[2]}, at position {position}, made by decode in step 2, in fp32" in shown
     assert "1 requests and 1 tokens in the step" in shown
     assert main([*command, "5"]) == 2
     assert "got --explain-token 5; need 0 to 4, the answer's tokens" in capsys.readouterr().err
+    main([*command, "0", "--device", "cpu", "--precision", "bf16"])
+    main([*command[:-1], "--device", "cpu"])
+    assert loaded[-2:] == ["bf16", "auto"], "only what asks for an engine, and leaves the precision open, gets fp32"
+    assert set(loaded[:-2]) <= {"fp32", "auto"}
+    main([*command, "0", "--device", "cpu"])
+    assert loaded[-1] == "fp32"
 
 
 # ---- refusals

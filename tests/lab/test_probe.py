@@ -85,16 +85,37 @@ def test_a_case_that_is_not_what_it_claims_fails(monkeypatch):
     }
 
 
+def test_guesses_that_are_never_right_fail_their_case(monkeypatch):
+    monkeypatch.setattr(probe_module._Oracle, "__call__", lambda self, tokens, most: [self._ids[0]] * min(most, 1))
+    results = probe_batch_invariance(llm_of("llama"), ProbeConfig(strangers=1, max_tokens=10))
+    (failed,) = (r for r in results if not r.passed)
+    assert failed.case == "with speculation"
+    assert "greedy: 0 of " in failed.detail
+    assert "guesses were right" in failed.detail
+
+
+@pytest.mark.parametrize("max_tokens", [58, 88])
+def test_long_answers_fit_and_longer_ones_than_the_context_are_refused(max_tokens):
+    results = probe_batch_invariance(llm_of("llama"), ProbeConfig(strangers=1, max_tokens=max_tokens))
+    assert [r for r in results if not r.passed] == []
+    with pytest.raises(ConfigError, match="got max_tokens=89; need at most 88, the context after the prompt"):
+        probe_batch_invariance(llm_of("llama"), ProbeConfig(max_tokens=89))
+
+
 def test_the_command_prints_a_verdict_and_says_so_in_its_status(monkeypatch, capsys):
     results = [ProbeResult("first of 4", True, "", 0.1), ProbeResult("last of 4", False, "token 3 is 5, alone 4", 0.2)]
-    monkeypatch.setattr("microllm.inference.load", lambda *_, **__: llm_of("llama"))
+    precisions = []
+    monkeypatch.setattr(
+        "microllm.inference.load", lambda *_, precision, **__: precisions.append(precision) or llm_of("llama")
+    )
     monkeypatch.setattr(probe_module, "probe_batch_invariance", lambda llm, config: results[: config.strangers])
     command = ["probe", "batch-invariance", "--device", "cpu", "--model", "demo", "--strangers"]
     assert main([*command, "1"]) == 0
-    assert "1 of 1 surroundings give the bits of the request alone (llama on cpu)" in capsys.readouterr().out
+    assert "1 of 1 surroundings give the bits of the request alone (llama in fp32 on cpu)" in capsys.readouterr().out
     assert main([*command, "2"]) == 1
     assert "DIFFERS" in (text := capsys.readouterr().out)
     assert "token 3 is 5, alone 4" in text
+    assert precisions == ["fp32"] * 2
     assert main([*command, "2", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["passed"], [r["passed"] for r in found["results"]]) == (False, [True, False])

@@ -37,7 +37,8 @@ class Generate:
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object: text, token_ids, prompt_token_ids, finish_reason, timings, ..."""
     explain_token: int | None = None
-    """Answer in an engine, and say where token N (0 is the first) was made and by how much it won."""
+    """Answer in an engine, and say where token N (0 is the first) was made and by how much it won; on a CPU precision
+    auto is fp32 then."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def run(self) -> int:
@@ -56,13 +57,17 @@ class Generate:
         """Return the model, and the prompt as it takes it: text, or the ids that the chat template gives."""
         from microllm.errors import RequestError
         from microllm.inference import load
+        from microllm.inference.engine import engine_precision
 
         prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
         if not prompt:
             raise RequestError("got an empty prompt; need some text; pass it with --prompt")
         if self.raw and self.system is not None:
             raise RequestError("got --system with --raw; need one of them: a system message is the chat template's")
-        llm = load(self.model, device=self.device, precision=self.precision, num_threads=self.num_threads)
+        precision = self.precision
+        if self.explain_token is not None:
+            precision = engine_precision(precision, self.device)
+        llm = load(self.model, device=self.device, precision=precision, num_threads=self.num_threads)
         text: str | list[int] = prompt
         if not self.raw:
             messages = [{"role": "user", "content": prompt}]
@@ -103,6 +108,7 @@ def _explain(llm: LLM, prompt: str | list[int], params: SamplingParams, index: i
     shown = [f"{i} {llm.tokenizer.decode([i], skip_special_tokens=False)!r} {logit:.4f}" for i, logit in found.best]
     print(
         f"token {index}: {found.token_id}, at position {found.position}, made by {found.producer} in step {found.step}"
+        f", in {llm.precision}"
     )
     print(f"  slot {found.slot}; {found.num_rows} requests and {found.num_tokens} tokens in the step")
     print(f"  best logits: {shown[0]}; then {shown[1]}; margin {found.margin:.4f}")

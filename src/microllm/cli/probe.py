@@ -16,7 +16,7 @@ class Probe:
     """Put what the engine promises to the test: one request, the same bits in every surrounding."""
 
     what: tyro.conf.Positional[Literal["batch-invariance"]]
-    """batch-invariance: alone, among strangers, after a prefix hit, after a preemption, in chunks."""
+    """batch-invariance: alone, among strangers, after a prefix hit, after a preemption, in chunks, with guesses."""
     model: str = "demo"
     """A directory, a GGUF file, a name in the local Hugging Face cache, or "demo"."""
     device: str = "auto"
@@ -33,9 +33,10 @@ class Probe:
         from rich.table import Column, Table
 
         from microllm.inference import load
+        from microllm.inference.engine import engine_precision
         from microllm.lab.probe import probe_batch_invariance
 
-        llm = load(self.model, device=self.device, precision=self.precision)
+        llm = load(self.model, device=self.device, precision=engine_precision(self.precision, self.device))
         results = probe_batch_invariance(llm, self.config)
         passed = all(result.passed for result in results)
         if self.as_json:
@@ -47,5 +48,6 @@ class Probe:
             table.add_row("same" if r.passed else "DIFFERS", r.case, f"{r.seconds:.1f}", r.detail, style=style)
         Console(markup=False).print(table)
         same = sum(result.passed for result in results)
-        print(f"{same} of {len(results)} surroundings give the bits of the request alone ({llm.name} on {llm.device})")
+        model = f"{llm.name} in {llm.precision} on {llm.device}"
+        print(f"{same} of {len(results)} surroundings give the bits of the request alone ({model})")
         return 0 if passed else 1

@@ -18,7 +18,7 @@ from microllm.errors import ConfigError, RequestError
 from microllm.inference.completion import Completion, StreamPiece
 from microllm.inference.draft_model import ModelProposer
 from microllm.inference.engine_config import EngineConfig
-from microllm.inference.llm import LLM, PACKED_PRECISIONS, Prompt, as_batch, checked_params, one_choice
+from microllm.inference.llm import LLM, PACKED_PRECISIONS, Prompt, as_batch, checked_params, choose_device, one_choice
 from microllm.inference.request import Request
 from microllm.inference.runner import ModelRunner
 from microllm.inference.scheduler import Scheduler
@@ -237,6 +237,11 @@ class Engine:
         self.scheduler.remove(request)
         if request.finished_step is None:
             request.finished_step = self._num_steps
+
+
+def engine_precision(precision: str, device: str) -> str:
+    """Return what to ``load`` for an engine: fp32 in place of "auto" on a CPU, where that may be int4."""
+    return "fp32" if precision == "auto" and choose_device(device).type == "cpu" else precision
 
 
 class RequestStream(Iterator[StreamPiece]):

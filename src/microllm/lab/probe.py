@@ -2,14 +2,14 @@
 
 Place: called by ``microllm probe``. A request alone is the truth; each case puts the same one elsewhere and says where
 the first token or log-probability differs. Cases make sure that they are what they claim: a prefix hit that did not
-hit, or a preemption that did not happen, is a failed case.
+hit, a preemption that did not happen, or guesses of which none was right, or none wrong, are a failed case.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from microllm.errors import ConfigError
@@ -19,9 +19,10 @@ from microllm.inference.engine_config import EngineConfig
 from microllm.inference.llm import LLM
 from microllm.inference.request import Request
 from microllm.sampling import SamplingParams
+from microllm.sampling.draft import Draft
 from microllm.step import layer_dtypes, page_bytes
 
-PROMPT_TOKENS = 40
+PROMPT_TOKENS, PAGE_TOKENS = 40, 16
 CHUNKS = (5, 16, 64)
 """Prompt tokens a step: below a page, a page, more than the prompt."""
 
@@ -32,7 +33,8 @@ class ProbeConfig:
 
     Args:
         strangers: Requests beside the probed one; None is 63 on a GPU and 7 on a CPU.
-        max_tokens: Tokens that it generates, at least 10, so that a preemption has time to come.
+        max_tokens: Tokens that it generates, at least 10, so that a preemption has time to come; with the prompt's 40
+            within the model's context.
         kv_dtype: What keys and values are stored as: auto, fp32, bf16, fp16 or fp8.
         seed: Of the prompts and the draws.
     """
@@ -60,7 +62,14 @@ class ProbeResult:
 
 
 def probe_batch_invariance(llm: LLM, config: ProbeConfig) -> list[ProbeResult]:
-    """Return the verdict on each surrounding, for a greedy and a sampled request."""
+    """Return the verdict on each surrounding, for a greedy and a sampled request.
+
+    Raises:
+        ConfigError: prompt and answer do not fit into the model's context; its weights are int8 or int4.
+    """
+    most = llm.config.max_position_embeddings - PROMPT_TOKENS
+    if config.max_tokens > most:
+        raise ConfigError(f"got max_tokens={config.max_tokens}; need at most {most}, the context after the prompt")
     probe = _Probe(llm, config)
     plain = probe.plain
     alone = [probe.run_alone(params, plain).completion for params in probe.params]
@@ -74,7 +83,7 @@ def probe_batch_invariance(llm: LLM, config: ProbeConfig) -> list[ProbeResult]:
         ),
         "after a prefix hit": probe.run_after_hit,
         "after a preemption": probe.run_preempted,
-        "with speculation": lambda params: probe.run_alone(params, replace(plain, speculate=4)),
+        "with speculation": lambda params: probe.run_guessed(params, alone[probe.params.index(params)]),
     }
     for chunk in CHUNKS:
         chunked = replace(plain, max_rows=1, max_step_tokens=1 + chunk)
@@ -95,7 +104,11 @@ class _Probe:
 
     def __init__(self, llm: LLM, config: ProbeConfig) -> None:
         self._llm, self._config = llm, config
-        self.plain = EngineConfig(max_rows=4, max_context=128, kv_dtype=config.kv_dtype, deterministic=True)
+        self._tight_pages = max(6, -(-(PROMPT_TOKENS + config.max_tokens) // PAGE_TOKENS) + 1)
+        self.plain = EngineConfig(
+            max_rows=4, max_context=max(128, self._tight_pages * PAGE_TOKENS), page_tokens=PAGE_TOKENS,
+            kv_dtype=config.kv_dtype, deterministic=True,
+        )  # fmt: skip
         self.num_strangers = config.strangers or (63 if llm.device.type == "cuda" else 7)
         self._random = random.Random(config.seed)
         known = llm.tokenizer.known_ids_mask(llm.config.vocab_size).nonzero()[:, 0].tolist()
@@ -124,12 +137,20 @@ class _Probe:
 
     def run_preempted(self, params: SamplingParams) -> Request:
         """Run it beside an older request that takes its pages away."""
-        size = self.plain.page_tokens
-        pages = 2 * -(-(PROMPT_TOKENS + 1) // size)
-        older = replace(params, max_tokens=pages * size - PROMPT_TOKENS, seed=5)
-        dtypes = layer_dtypes(self._llm.config, self._config.kv_dtype, self._llm.dtype)
-        tight = replace(self.plain, kv_bytes=pages * page_bytes(self._llm.config, size, dtypes))
+        pages = self._tight_pages  # for both prompts, or for one whole request: not for two
+        older = replace(params, max_tokens=pages * PAGE_TOKENS - PROMPT_TOKENS, seed=5)
+        dtype = self._llm.transformer.norm.weight.dtype
+        dtypes = layer_dtypes(self._llm.config, self._config.kv_dtype, dtype)
+        tight = replace(self.plain, kv_bytes=pages * page_bytes(self._llm.config, PAGE_TOKENS, dtypes))
         return _run_last(Engine(self._llm, tight), [(self._draw(PROMPT_TOKENS), older), (self._prompt, params)])
+
+    def run_guessed(self, params: SamplingParams, truth: Completion) -> Request:
+        """Run it with guesses of which the first are right and the last is wrong, whatever the model is."""
+        engine = Engine(self._llm, replace(self.plain, speculate=4))
+        (request,) = engine.add(self._prompt, params)
+        request.draft = Draft(lambda: _Oracle(truth.token_ids, self._ids), 4)
+        _finish(engine)
+        return request
 
     def _stranger(self, length: int) -> tuple[list[int], SamplingParams]:
         seed = self._random.randrange(2**31)
@@ -137,6 +158,21 @@ class _Probe:
 
     def _draw(self, length: int) -> list[int]:
         return self._random.choices(self._ids, k=length)
+
+
+class _Oracle:
+    """Proposes what an answer is known to go on with, and at the end one token that it does not."""
+
+    num_bytes = 0
+
+    def __init__(self, answer: Sequence[int], ids: Sequence[int]) -> None:
+        self._answer, self._ids = answer, ids
+
+    def __call__(self, tokens: Sequence[int], most: int) -> list[int]:
+        guess = list(self._answer[len(tokens) - PROMPT_TOKENS :][:most])
+        if guess:
+            guess[-1] = next(token for token in self._ids if token != guess[-1])
+        return guess
 
 
 def _run_last(engine: Engine, work: list[tuple[list[int], SamplingParams]]) -> Request:
@@ -169,4 +205,8 @@ def _untrue(case: str, request: Request) -> str:
     """Return why a case was not what it claims to be."""
     if "prefix hit" in case and not request.cached_prefix_tokens:
         return "no page was found again"
+    if "speculation" in case and request.draft is not None:
+        proposed, accepted = request.draft.num_proposed, request.draft.num_accepted
+        if not 0 < accepted < proposed:
+            return f"{accepted} of {proposed} guesses were right"
     return "it was not preempted" if "preemption" in case and not request.preemptions else ""
