@@ -18,7 +18,7 @@ from microllm.cli import main
 from microllm.config import preset
 from microllm.errors import ConfigError, EvidenceError, RequestError
 from microllm.evidence.spans import TraceFile
-from microllm.inference import LLM
+from microllm.inference import LLM, load
 from microllm.lab import profile as profile_module
 from microllm.lab.profile import (
     ProfileConfig,
@@ -331,3 +331,12 @@ def test_on_a_gpu():
     assert profile.share_sum == pytest.approx(1, abs=0.02)
     assert any(e.cat == "stream" for e in timeline.traceEvents)
     assert "host ms" in describe_profile(profile)
+
+
+def test_a_plan_of_packed_weights_is_profiled_too():
+    """Its products are found though it has no modules, and its shares add up."""
+    llm = load("demo", device="cpu")
+    profile, _ = profile_generation(llm, PROMPT, SamplingParams(temperature=0), QUICK)
+    share = {row.name: row.share for row in profile.categories}
+    assert share["GEMM"] > 0.3
+    assert abs(profile.share_sum - 1) < 0.02

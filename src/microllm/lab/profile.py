@@ -143,7 +143,7 @@ def profile_steps(work: Work, model: nn.Module, config: ProfileConfig, *, name: 
     Raises:
         EvidenceError: the long run was not the longer one, or categories and gaps miss the host's clock by over 2 %.
     """
-    weight = next(model.parameters())
+    weight = next(model.parameters(), torch.empty(0))  # a plan has none: on a CPU, packed, its stream in fp32
     lengths, steps = (config.short_steps, config.long_steps), config.long_steps - config.short_steps
     meter = CpuMeter()
     walls, (short, long) = _run(work, model, config, cuda=weight.device.type == "cuda")

@@ -45,8 +45,9 @@ _RULES = (
     ("sampling", r";(argmax|sample);|^outside the model;"),
     ("attention", r"(?i);.*(attention|flash|fmha)"),
     ("GEMM", r";.*(aten::(matmul|linear|addmm|mm|bmm|baddbmm|addmv|mv|_scaled_mm)\b|gemm|gemv|nvjet|cutlass)"),
+    ("GEMM", r";.*(aten::_weight_int\dpack_mm|mkldnn::_linear)"),
     ("norm/rope", r"(?i);.*(norm|rope|rotary)"),
-    ("elementwise", r";.*aten::(add|sub|mul|div|neg|silu|gelu)_?\b"),
+    ("elementwise", r";.*aten::(add|sub|mul|div|neg|silu|gelu|addcmul|dot)_?\b"),
 )
 
 
