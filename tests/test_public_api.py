@@ -45,9 +45,8 @@ print(time.process_time() - start)
 
 def run_fresh(code: str, *arguments: str, **variables: str) -> str:
     """Run ``code`` in a new interpreter and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=os.environ | variables, capture_output=True, text=True, timeout=120
-    )  # fmt: skip
+    command, environment = [sys.executable, "-c", code, *arguments], os.environ | variables
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
