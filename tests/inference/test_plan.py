@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import gguf
 import pytest
@@ -20,8 +21,10 @@ from microllm.inference import packed_file, plan_weights
 from microllm.inference.plan import Plan
 from microllm.inference.plan_loading import is_four_bit, pack_checkpoint, probe_wide_dtype
 from microllm.io.checkpoint import open_checkpoint, save_checkpoint
+from microllm.io.demo import DEMO_SHA256
 from microllm.io.gguf import hf_name
 from microllm.io.resolve import ModelSource, resolve_model
+from microllm.lab.quality import parse_quality_row
 from microllm.model import Transformer, load_model
 from microllm.model.transformer import Linear
 from microllm.ops.packed import rounded
@@ -239,6 +242,13 @@ def test_auto_takes_the_demos_blocks_as_they_are(demo):
     assert isinstance(demo.model, Plan)
     with pytest.raises(ConfigError, match="need fp32 or bf16"):
         _ = llm.transformer
+
+
+def test_what_auto_takes_for_the_demo_has_passed_the_quality_gate():
+    lines = (Path(__file__).parents[2] / "lab" / "rows" / "quality.jsonl").read_text().splitlines()
+    latest = {row.way: row for row in map(parse_quality_row, lines) if row.precision == "int4"}
+    assert latest.keys() == {"decode", "prefill"}
+    assert all(row.passed and row.model_sha256 == DEMO_SHA256 for row in latest.values())
 
 
 def test_the_tokens_are_those_of_all_logits(packed_demo):

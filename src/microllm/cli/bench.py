@@ -74,7 +74,7 @@ class BenchStartup:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchQuality:
-    """Does a precision choose what fp32 chooses on real text? Exit 1 if not; precision auto reads the receipts."""
+    """Does a precision choose what fp32 chooses on real text? Exit 1 if not."""
 
     config: Repeated[QualityConfig] = field(default_factory=QualityConfig)
     as_json: Json = False

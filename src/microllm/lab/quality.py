@@ -2,8 +2,8 @@
 
 Place: ``microllm bench quality``. Teacher-forced over windows of text, against the plain ``Transformer`` of the
 dequantised weights in fp32: top-1 agreement, KL, perplexity. Both ways that tokens run are judged: ``decode``, one
-token a forward pass, and ``prefill``, a window in one. A receipt that passes is what lets ``precision="auto"`` choose
-that precision: the file is read as data. Does not time.
+token a forward pass, and ``prefill``, a window in one. What ``precision="auto"`` takes for the demo has a receipt that
+passes, or a test fails. Does not time.
 
     a precision passes    agreement ≥ 0.96, at most 0.01 below bf16's own, perplexity within 1 %, both ways
 """
