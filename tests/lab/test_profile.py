@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+import timeit
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,13 +133,14 @@ def test_files(found, tmp_path):
 
 
 def test_planted_work_and_planted_waiting_are_found():
-    llm, matrix = new_llm(), torch.ones(500, 500)
+    llm, matrix = new_llm(), torch.ones(800, 800)
+    least = min(timeit.repeat(lambda: torch.mm(matrix, matrix), number=1, repeat=5))  # other work only adds
     llm.model.layers[0].mlp.register_forward_hook(lambda *_: (torch.mm(matrix, matrix), None)[1])
     llm.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: time.sleep(0.01))
     profile, _ = profile_generation(llm, PROMPT, SamplingParams(temperature=0), QUICK)
     categories, gaps = rows(profile)
     assert categories["GEMM"].calls == 7 * LAYERS + 1
-    assert max(profile.categories, key=lambda row: row.ms).name == "GEMM"
+    assert categories["GEMM"].ms > 500 * least  # half of it: the two runs that are told apart have noise of their own
     assert profile.gaps[0].name == "layers.*.self_attn"
     assert gaps["layers.*.self_attn"].ms > 8
     assert profile.step_ms > 8
