@@ -121,6 +121,7 @@ def test_a_peer_that_is_not_installed_is_a_row_that_says_how(llama_cpp):
     assert "unavailable: got no module 'llama_cpp'" in pair.describe()
 
 
+@pytest.mark.slow
 def test_startup_is_measured_with_and_without_a_cache_and_beside_a_peer(tiny, llama_cpp, capsys):
     llama_cpp(FAKE_LLAMA_CPP)
     words = ("bench", "startup", "--model", tiny, "--repeats", "1", "--device", "cpu", "--peer", "llama.cpp")

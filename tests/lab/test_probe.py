@@ -94,6 +94,7 @@ def test_guesses_that_are_never_right_fail_their_case(monkeypatch):
     assert "guesses were right" in failed.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [58, 88])
 def test_long_answers_fit_and_longer_ones_than_the_context_are_refused(max_tokens):
     results = probe_batch_invariance(llm_of("llama"), ProbeConfig(strangers=1, max_tokens=max_tokens))

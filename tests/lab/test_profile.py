@@ -307,6 +307,7 @@ def test_what_cannot_be_profiled_is_refused(capsys, words, complaint):
     assert capsys.readouterr().err.startswith(f"microllm: {complaint}")
 
 
+@pytest.mark.slow
 def test_the_tool_for_the_gpu_needs_torch_and_pydantic_alone(tmp_path):
     """Here on the CPU, with everything else that the package depends on out of reach."""
     absent = ["tyro", "rich", "jinja2", "tokenizers", "safetensors", "platformdirs", "triton", "transformers"]
