@@ -55,8 +55,8 @@ class Plan(nn.Module):
         With ``top_only``, for a caller that takes the argmax, logits below the largest may be coarse.
 
         Shapes:  token_ids [B, T] int64, num_tokens [B] int64 -> [B, T, V], or [B, 1, V] with ``last_only``, fp32
-        Numbers: a head in bf16 or int8 rounds its logits to bf16; one of q8_0 blocks adds two halves, each rounded so,
-                 for at most 8 last tokens, and is exact for more tokens and for whole prompts
+        Numbers: a head in bf16 or int8 rounds its logits to bf16; of q8_0 blocks the 128 largest of a last token are
+                 exact and the others rounded so, and all are exact for whole prompts and for more than 8 rows
 
         Raises:
             RequestError: no token is given, or the positions pass the model's context or the cache.

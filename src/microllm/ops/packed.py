@@ -163,11 +163,12 @@ class Int4Weight:
 class RefinedWeight:
     """A head of eight-bit codes in two products: by their high halves and by their low ones.
 
-    The largest logit alone is found with one of them: it is among the ``NUM_REFINED`` largest by the high halves,
-    whose rows of ``table`` are multiplied whole, or else the low halves are multiplied too (``bind_top``). ``exact``
+    The ``NUM_REFINED`` largest logits are multiplied again by whole rows of ``table``: a product's bf16 has steps of a
+    quarter at logits of 32, which would choose between tokens. Where the largest alone is asked for (``bind_top``), the
+    high halves find them, and the low halves are multiplied only if they could change which is largest. ``exact``
     multiplies by all rows, a piece of the vocabulary at a time.
 
-    Numbers: each product rounds to bf16, their sum is fp32; refined and exact logits are fp32 of the stored codes
+    Numbers: refined and exact logits are fp32 of the stored codes; the others a sum of two products in bf16
     """
 
     NUM_REFINED = 128
@@ -181,7 +182,10 @@ class RefinedWeight:
         """Return x times the transposed weight: [M, N] fp32."""
         if len(x_MK) > MAX_NARROW_ROWS:
             return self.exact(x_MK)
-        return self._high(x_MK).float().add_(self._low(x_MK))
+        y_MN = self._high(x_MK).float().add_(self._low(x_MK))
+        for x_K, y_N in zip(x_MK.float(), y_MN, strict=True):
+            self._refine(x_K, y_N)
+        return y_MN
 
     def exact(self, x_MK: Tensor) -> Tensor:
         """Return x times the transposed weight, every result exact: [M, N] fp32."""
@@ -191,27 +195,35 @@ class RefinedWeight:
     def bind(self, x_1K: Tensor) -> Product:
         """Return a call that multiplies what ``x_1K`` (fp32) then holds."""
         high, low = self._high.bind(x_1K), self._low.bind(x_1K)
-        return lambda: high().float().add_(low())
+        return lambda: self._refine(x_1K[0], high().float().add_(low())[0]).unsqueeze(0)
 
     def bind_top(self, x_1K: Tensor) -> Product:
-        """Return a call whose largest result is that of ``bind``, and exact; the others are coarse, and below it.
+        """Return a call whose largest result is that of ``bind``; the others are coarse, and below it.
 
         What the low halves can add is judged by what they add to the refined: where twice the most of it could lift
         another result past the best, they are multiplied.
         """
-        high, low, x_K, count = self._high.bind(x_1K), self._low.bind(x_1K), x_1K[0], self.NUM_REFINED
+        high, low, x_K = self._high.bind(x_1K), self._low.bind(x_1K), x_1K[0]
 
         def product() -> Tensor:
             y_1N = high().float()
-            coarse, largest = y_1N[0].topk(min(count, y_1N.shape[1]))
+            coarse, largest = self._largest(y_1N[0])
             exact = torch.mv(self._table(largest), x_K)
             best, least = exact.amax(), coarse[-1]
             if not best - least > 2 * (exact - coarse).abs().amax():
-                return y_1N.add_(low())
+                return self._refine(x_K, y_1N.add_(low())[0]).unsqueeze(0)
             y_1N[0].clamp_(max=least).index_copy_(0, largest, exact)
             return y_1N
 
         return product
+
+    def _largest(self, y_N: Tensor) -> tuple[Tensor, Tensor]:
+        return y_N.topk(min(self.NUM_REFINED, len(y_N)))
+
+    def _refine(self, x_K: Tensor, y_N: Tensor) -> Tensor:
+        """Put exact results in the place of the largest, in place; return the row."""
+        largest = self._largest(y_N)[1]
+        return y_N.index_copy_(0, largest, torch.mv(self._table(largest), x_K))
 
     def swiglu(self, x_MK: Tensor) -> Tensor:
         """Return silu(gate) * up of a weight that stacks [gate; up]: [M, N / 2]."""
