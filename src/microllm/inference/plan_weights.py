@@ -67,7 +67,7 @@ class LayerWeights:
     k_norm: Tensor | None
     output: PackedWeight
     ffn_norm: Tensor
-    gate_up: PackedWeight
+    gate_up: DenseWeight | Int4Weight
     down: PackedWeight
 
 
@@ -85,11 +85,6 @@ class PlanWeights:
     def matrices(self) -> list[PackedWeight]:
         """Return every packed matrix, the head last."""
         return [m for layer in self.layers for m in (layer.qkv, layer.output, layer.gate_up, layer.down)] + [self.head]
-
-    @property
-    def num_bytes_a_step(self) -> int:
-        """Return the bytes of weights that one decoded token reads."""
-        return sum(matrix.num_bytes for matrix in self.matrices())
 
     @property
     def kernels(self) -> dict[str, int]:
@@ -182,7 +177,7 @@ class _Packer:
         )
         return RefinedWeight((high, low), self.table(name) if table is None else table())
 
-    def matrix(self, key: str, parts: list[str], bits: int = 4) -> PackedWeight:
+    def matrix(self, key: str, parts: list[str], bits: int = 4) -> DenseWeight | Int4Weight:
         """Return matrices stacked along their rows, packed."""
         names = [f"{part}.weight" for part in parts]
         biases = [f"{part}.bias" for part in parts if f"{part}.bias" in self._shapes]

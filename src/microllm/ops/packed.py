@@ -47,15 +47,6 @@ class PackedWeight(Protocol):
         """Return a call that multiplies what ``x_1K`` (fp32) then holds."""
         ...
 
-    def swiglu(self, x_MK: Tensor) -> Tensor:
-        """Return silu(gate) * up of a weight that stacks [gate; up]: [M, N / 2]."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes that one row's product reads."""
-        ...
-
 
 def has_bf16() -> bool:
     """Return whether oneDNN has bf16 products for this CPU; on AVX-512 without bf16 they are emulated, and slow."""
@@ -70,7 +61,6 @@ class DenseWeight:
 
     def __init__(self, w_NK: Tensor, bias_N: Tensor | None = None, *, silu: bool = False) -> None:
         self.dtype, self._bias = w_NK.dtype, None if bias_N is None else bias_N.to(w_NK.dtype)
-        self._num_bytes = w_NK.numel() * w_NK.element_size()
         name = str(w_NK.dtype).removeprefix("torch.")
         if torch.backends.mkldnn.is_available() and (w_NK.dtype == torch.float32 or has_bf16()):
             self._product = torch.ops.mkldnn._linear_pointwise.default
@@ -95,11 +85,6 @@ class DenseWeight:
             return lambda: product(x_1K, weight, bias, *tail)
         row = torch.empty_like(x_1K, dtype=self.dtype)
         return lambda: product(row.copy_(x_1K), weight, bias, *tail)
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes that one row's product reads."""
-        return self._num_bytes
 
 
 class Int4Weight:
@@ -153,11 +138,6 @@ class Int4Weight:
             return _int4_product(row, codes, GROUP, scales)
 
         return product if bias is None else lambda: product() + bias
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes that one row's product reads."""
-        return sum(t.numel() * t.element_size() for t in self.planes)
 
 
 class RefinedWeight:
@@ -224,15 +204,6 @@ class RefinedWeight:
         """Put exact results in the place of the largest, in place; return the row."""
         largest = self._largest(y_N)[1]
         return y_N.index_copy_(0, largest, torch.mv(self._table(largest), x_K))
-
-    def swiglu(self, x_MK: Tensor) -> Tensor:
-        """Return silu(gate) * up of a weight that stacks [gate; up]: [M, N / 2]."""
-        return _swiglu(self(x_MK))
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes that one row's product reads."""
-        return self._high.num_bytes + self._low.num_bytes
 
 
 def _linear_silu(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
