@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --upgrade pip setuptools
 	$(PIP) torch
 	$(VENV)/bin/python -c 'import triton' 2>/dev/null || $(PIP) '$(TRITON)'
-	$(PIP) --no-build-isolation --editable '.[hf,plot,dev]'
+	$(PIP) --no-build-isolation --editable '.[hf,plot,serve,guided,dev]'
 	touch $@
 
 test: $(READY)

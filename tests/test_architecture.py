@@ -102,6 +102,7 @@ ENVIRONMENT: dict[str, set[str]] = {
     "io/demo.py": {"MICROLLM_HOME"},
     "io/resolve.py": {"HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"},  # huggingface_hub's own
     "ops/select.py": {"TRITON_INTERPRET"},  # triton's own
+    "serving/server_config.py": {"MICROLLM_API_KEY"},
 }
 
 # Functions that hand on **changes: each checks the names first.
@@ -127,7 +128,8 @@ MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 # inference +450, cli +30, io +15: packed weights, the CPU's decode plan, the packed file; weights by name, as blocks.
 # lab +25: the probe guesses right and wrong, and sizes its pool by the answer.
 # lab +280: the operators' benchmark, its shapes and what torch has for each operator.
-PACKAGE_BUDGET = 18_750
+# serving +1,400: two processes and what passes between them, the whole of the API's bodies, faults; cli +30: serve.
+PACKAGE_BUDGET = 20_180
 ROOM_BUDGET: dict[str, int] = {
     "errors": 25,
     "config": 175,
@@ -140,9 +142,9 @@ ROOM_BUDGET: dict[str, int] = {
     "structures": 1200,
     "inference": 1800,
     "training": 900,
-    "serving": 400,
+    "serving": 1800,
     "lab": 3505,
-    "cli": 680,
+    "cli": 710,
     "__init__": 15,
     "__main__": 5,
 }

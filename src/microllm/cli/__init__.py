@@ -18,7 +18,7 @@ import tyro
 
 from microllm.errors import MicroLLMError
 
-COMMANDS = ("generate", "chat", "inspect", "align", "doctor", "pull", "bench", "probe", "profile", "lab")
+COMMANDS = ("generate", "chat", "inspect", "align", "doctor", "pull", "bench", "probe", "profile", "lab", "serve")
 
 
 def command_class(name: str) -> Any:  # noqa: ANN401 - dataclasses with nothing in common but run()
@@ -40,6 +40,8 @@ def command_class(name: str) -> Any:  # noqa: ANN401 - dataclasses with nothing 
             from microllm.cli.bench import Bench as command
         case "probe":
             from microllm.cli.probe import Probe as command
+        case "serve":
+            from microllm.cli.serve import Serve as command
         case "profile":
             from microllm.cli.profile import Profile as command
         case _:
