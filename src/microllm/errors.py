@@ -10,6 +10,10 @@
     ├── RequestError           (ValueError)   a prompt or sampling parameter that cannot be served
     ├── OperatorError          (ValueError)   an operator was given what its contract refuses
     ├── EvidenceError          (ValueError)   a comparison, timing or receipt that would not be honest
+    ├── StructureError         (ValueError)   a structure, binding, scheme or host that does not fit
+    │   ├── GateRefused                       a region that does not reach its floor
+    │   ├── GuardRefused                      a call or change that an attached host does not take
+    │   └── CaptureRefused                    a computation that cannot be captured as it is
     └── UnavailableError       (RuntimeError) something this machine does not have
         └── MissingExtraError                 an optional dependency, named with its extra
 
@@ -61,6 +65,22 @@ class OperatorError(MicroLLMError, ValueError):
 
 class EvidenceError(MicroLLMError, ValueError):
     """A comparison, timing or receipt that would not be honest."""
+
+
+class StructureError(MicroLLMError, ValueError):
+    """A structure, binding, scheme or host that does not fit."""
+
+
+class GateRefused(StructureError):
+    """A region that does not reach its floor."""
+
+
+class GuardRefused(StructureError):
+    """A call or change that an attached host does not take."""
+
+
+class CaptureRefused(StructureError):
+    """A computation that cannot be captured as it is."""
 
 
 class UnavailableError(MicroLLMError, RuntimeError):

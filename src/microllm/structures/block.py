@@ -1,0 +1,98 @@
+"""``decoder_block``: a whole block over a cache of ours, as one chain of launches.
+
+Place: an implementation like the others of ``impls``; what the engine decodes with, over a host's own weights. Seven
+launches a block in floats; quantised weights have no norm or residual folded in, and take eleven.
+
+Axes:    B = rows, T = tokens (at most 8), H and G = query and KV heads, K = head dim, P = pairs, S = slots
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from microllm import ops
+
+
+if TYPE_CHECKING:
+    from microllm.structures.impls import Region
+
+PAGE_TOKENS = 16
+SPLIT = 256
+
+
+class Pages(NamedTuple):
+    """A dense cache [B, S, G, K] seen as pages: row b's lie one after the other."""
+
+    table: Tensor
+    split: int
+
+    def of(self, cached: Tensor) -> Tensor:
+        """Return a cache's pages [P, PAGE_TOKENS, G, K], a view."""
+        return cached.view(-1, PAGE_TOKENS, *cached.shape[2:])
+
+
+@cache
+def pages_of(num_rows: int, capacity: int, device: torch.device) -> Pages:
+    """Return the pages of a cache of that many rows and slots (a multiple of ``PAGE_TOKENS``)."""
+    table = torch.arange(num_rows * capacity // PAGE_TOKENS, dtype=torch.int32, device=device).view(num_rows, -1)
+    return Pages(table, SPLIT)
+
+
+class Block:
+    """A block's weights, packed, and the chain that runs them."""
+
+    def __init__(self, region: Region) -> None:
+        w, constants = {slot: t.detach() for slot, t in region.weights.items()}, region.constants
+        self._eps, self._scale = float(constants["eps"]), float(constants["scale"])
+        self._head_dim = int(constants["head_dim"])
+        self._sizes = tuple(w[f"w_{part}"].shape[0] for part in ("q", "k", "v"))
+        self._norm, self._ffn_norm = w["w_input_norm"], w["w_ffn_norm"]
+        self._q_norm, self._k_norm = w.get("w_q_norm"), w.get("w_k_norm")
+        self._qkv = region.matrix(("w_q", "w_k", "w_v"), biases=("b_q", "b_k", "b_v"))
+        self._o, self._gate_up = region.matrix(("w_o",), biases=("b_o",)), region.matrix(("w_gate", "w_up"))
+        self._down = region.matrix(("w_down",), "act_after_mul")
+        self.matrices = (self._qkv, self._o, self._gate_up, self._down)
+        self._fused = region.format == "float"
+        self.kernel = "norm_linear, rope, kv_store_paged, attention_decode, linear_residual, norm_linear_swiglu"
+        self.kernel = self.kernel if self._fused else f"rms_norm, {self._qkv.kernel}, rope, attention_decode, swiglu"
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, positions: Tensor
+    ) -> Tensor:  # fmt: skip
+        """Return the stream after the block, [B, T, D]; write the tokens' keys and values into the cache."""
+        B, T, _ = x.shape
+        qkv = self._projected(x)
+        q, k, v = (part.view(B, T, -1, self._head_dim) for part in qkv.split(self._sizes, dim=-1))
+        if self._q_norm is not None and self._k_norm is not None:
+            q, k = ops.qk_norm_rope(q, k, self._q_norm, self._k_norm, cos, sin, eps=self._eps)
+        else:
+            q, k = ops.rope(q, k, cos, sin)
+        pages = pages_of(B, keys.shape[1], keys.device)
+        k_pages, v_pages = pages.of(keys), pages.of(values)
+        ops.kv_store_paged(k_pages, v_pages, k, v, pages.table, positions)
+        context = ops.attention_decode(
+            q, k_pages, v_pages, pages.table, positions, scale=self._scale, split=pages.split
+        ).flatten(2)  # fmt: skip
+        return self._finished(x, context)
+
+    def _projected(self, x: Tensor) -> Tensor:
+        if self._fused:
+            return ops.norm_linear(x, self._norm, self._qkv.parts[0], self._qkv.bias, eps=self._eps)
+        normed = ops.rms_norm(x, self._norm, eps=self._eps)
+        return self._qkv(normed.flatten(0, 1)).view(*x.shape[:2], -1)
+
+    def _finished(self, x: Tensor, context: Tensor) -> Tensor:
+        if self._fused:
+            x = ops.linear_residual(context, self._o.parts[0], x, self._o.bias)
+            active = ops.norm_linear_swiglu(x, self._ffn_norm, self._gate_up.parts[0], eps=self._eps)
+            return ops.linear_residual(active, self._down.parts[0], x)
+        out: Any = self._o(context.flatten(0, 1)).view(x.shape)
+        x, normed = ops.add_rms_norm(out, x, self._ffn_norm, eps=self._eps)
+        gate, up = self._gate_up(normed.flatten(0, 1)).chunk(2, dim=1)
+        return x + self._down(ops.swiglu(gate, up)).view(x.shape)
+
+

@@ -1,0 +1,210 @@
+"""Weights in the formats that a scheme may choose: as they are, int8, int4, fp8; made from a host's floating weights.
+
+Place: implementations hold a ``Matrix`` for each product. Quantising happens here, products in ``ops``. Codes are made
+against scales already rounded to what is stored, so that a rounded scale shifts no weight.
+
+    float   the host's dtype
+    int8    one scale a row, or a group of columns
+    int4    scale and minimum a group, the best of some shrunken ranges by squared error; GPTQ where a Gram is given
+    fp8     e4m3 with a scale a row; the input in e4m3 too, by one static scale from calibration
+
+Axes:    M = rows, K = in, N = out, U = groups a row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from microllm import ops
+from microllm.errors import StructureError
+from microllm.ops.quantise import scaled, unpacked
+
+FormatName = Literal["float", "int8", "int4", "fp8"]
+FORMATS: tuple[FormatName, ...] = ("float", "int8", "int4", "fp8")
+LARGEST_FP8 = 448.0
+_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+_DAMPING = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A weight format. ``group``: columns that share a scale (0: a row has one); ``x_amax``: the input's, of fp8."""
+
+    name: FormatName = "float"
+    group: int = 0
+    x_amax: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in FORMATS:
+            raise StructureError(f"got format {self.name!r}; need one of {', '.join(FORMATS)}")
+        if self.name == "fp8" and not (self.x_amax or 0) > 0:
+            raise StructureError(f"got fp8 with an input amax of {self.x_amax}; need a calibrated one above 0")
+
+
+FLOAT = Format()
+
+
+class Matrix:
+    """A matrix and its bias in one format; called with rows, it returns products in their dtype."""
+
+    def __init__(self, w_NK: Tensor, bias_N: Tensor | None = None, format: Format = FLOAT, gram: Any = None) -> None:
+        self.format, self.bias, self.dtype = format, bias_N, w_NK.dtype
+        self.num_out, self.num_in = w_NK.shape
+        group = format.group or self.num_in
+        if self.num_in % group or (format.name == "int4" and group % 32):
+            raise StructureError(f"got {tuple(w_NK.shape)} in groups of {group}; need K a multiple of it, of 32 in int4")
+        match format.name:
+            case "float":
+                self.parts: tuple[Tensor, ...] = (w_NK.detach().contiguous(),)
+            case "int8":
+                self.parts = int8_parts(w_NK.detach(), group)
+            case "int4":
+                self.parts = int4_parts(w_NK.detach(), group, gram)
+            case _:
+                self.parts = fp8_parts(w_NK.detach())
+        self._x_scale = torch.full(
+            (1, 1), max((format.x_amax or 0) / LARGEST_FP8, 1e-8), device=w_NK.device, dtype=torch.float32
+        )  # fmt: skip
+        self._tensor_cores = format.name == "fp8" and self._takes_scaled_mm()
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of codes, scales and minima."""
+        return sum(part.numel() * part.element_size() for part in self.parts)
+
+    @property
+    def kernel(self) -> str:
+        """Return what multiplies."""
+        return "torch._scaled_mm" if self._tensor_cores else {"float": "linear"}.get(
+            self.format.name, f"linear_{self.format.name}"
+        )
+
+    def __call__(self, x_MK: Tensor) -> Tensor:
+        """Return x times the transposed weight, plus bias: [M, N]."""
+        match self.format.name:
+            case "float":
+                return ops.linear(x_MK, self.parts[0], self.bias)
+            case "int8":
+                return ops.linear_int8(x_MK, *self.parts, self.bias)
+            case "int4":
+                return ops.linear_int4(x_MK, *self.parts, self.bias)
+            case _:
+                return self._fp8(x_MK)
+
+    def dequantised(self) -> Tensor:
+        """Return the values that the codes stand for: [N, K] in the host's dtype."""
+        match self.format.name:
+            case "float":
+                return self.parts[0]
+            case "int4":
+                codes, scale, minimum = self.parts
+                return scaled(unpacked(codes), scale, minimum).to(self.dtype)
+            case _:
+                return scaled(*self.parts).to(self.dtype)
+
+    def _fp8(self, x_MK: Tensor) -> Tensor:
+        scale = self._x_scale.expand(len(x_MK), 1)
+        codes = ops.quantise_fp8(x_MK.contiguous(), scale.contiguous())
+        if self._tensor_cores:
+            y_MN = torch._scaled_mm(
+                codes, self.parts[0].T, scale_a=scale.contiguous(), scale_b=self.parts[1].float().T.contiguous(),
+                out_dtype=torch.bfloat16,
+            )  # fmt: skip
+            return y_MN if self.bias is None else y_MN + self.bias
+        return ops.linear_fp8((codes.float() * self._x_scale).to(x_MK.dtype), *self.parts, self.bias)
+
+    def _takes_scaled_mm(self) -> bool:
+        """Try torch's fp8 product once, with an odd number of rows, against plain arithmetic."""
+        codes, scale = self.parts
+        if not codes.is_cuda or self.dtype != torch.bfloat16 or self.num_in % 16 or self.num_out % 16:
+            return False
+        x = torch.ones(5, self.num_in, device=codes.device).to(torch.float8_e4m3fn)
+        one = torch.ones(5, 1, device=codes.device)
+        try:
+            y = torch._scaled_mm(
+                x, codes.T, scale_a=one, scale_b=scale.float().T.contiguous(), out_dtype=torch.bfloat16
+            )
+        except RuntimeError:
+            return False
+        return torch.allclose(y.float(), x.float() @ scaled(codes, scale).T, rtol=0.02, atol=0.5)
+
+
+def int8_parts(w_NK: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return int8 codes [N, K] and scales [N, U] in w's dtype."""
+    amax = w_NK.float().unflatten(1, (-1, group)).abs().amax(2)
+    scale = _stored_up(amax / 127, w_NK.dtype)
+    return ops.quantise_int8(w_NK.contiguous(), scale), scale
+
+
+def fp8_parts(w_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return e4m3 codes [N, K] and a scale a row [N, 1] in w's dtype."""
+    scale = _stored_up(w_NK.float().abs().amax(1, keepdim=True) / LARGEST_FP8, w_NK.dtype)
+    return ops.quantise_fp8(w_NK.contiguous(), scale), scale
+
+
+def int4_parts(w_NK: Tensor, group: int, gram_KK: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return packed codes [N, K / 2], scales and minima [N, U]; with the inputs' Gram matrix, by GPTQ."""
+    importance = None if gram_KK is None else gram_KK.diagonal()
+    scale, minimum = _int4_ranges(w_NK, group, importance)
+    w = w_NK if gram_KK is None else gptq(w_NK, scale, minimum, gram_KK)
+    return ops.quantise_int4(w.to(w_NK.dtype).contiguous(), scale, minimum), scale, minimum
+
+
+def _int4_ranges(w_NK: Tensor, group: int, importance_K: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the scale and minimum a group with the least squared error among some shrunken ranges."""
+    groups = w_NK.float().unflatten(1, (-1, group))
+    weight = 1.0 if importance_K is None else importance_K.float().view(1, -1, group)
+    low, high = groups.amin(2), groups.amax(2)
+    middle, best = (low + high) / 2, torch.full_like(low, torch.inf)
+    scale, minimum = torch.empty_like(low), torch.empty_like(low)
+    for shrink in _SHRINKS:
+        step = _stored_up((high - low) * shrink / 15, w_NK.dtype).float()
+        start = (middle - (high - low) * shrink / 2).to(w_NK.dtype).float()
+        codes = ((groups - start[..., None]) / step[..., None]).round().clamp(0, 15)
+        error = ((codes * step[..., None] + start[..., None] - groups).square() * weight).sum(2)
+        better = error < best
+        scale, minimum = torch.where(better, step, scale), torch.where(better, start, minimum)
+        best = torch.where(better, error, best)
+    return scale.to(w_NK.dtype), minimum.to(w_NK.dtype)
+
+
+def gptq(w_NK: Tensor, scale_NU: Tensor, minimum_NU: Tensor, gram_KK: Tensor) -> Tensor:
+    """Return weights on the grid that scales and minima span, each column's error passed on to columns still to come.
+
+    Columns go in the order of their inputs' energy; a group keeps its own scale whatever the order.
+
+    Numbers: fp32 (the inverse of the damped Gram matrix by Cholesky in fp64)
+    Source:  arXiv:2210.17323
+    """
+    K = w_NK.shape[1]
+    energy = gram_KK.diagonal().double()
+    order = energy.argsort(descending=True)
+    damped = gram_KK.double()[order][:, order]
+    damped.diagonal().add_(_DAMPING * energy.mean().clamp(min=1e-12))
+    factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True).float()
+    group_of = torch.arange(K, device=w_NK.device)[order] // (K // scale_NU.shape[1])
+    w, done = w_NK.float()[:, order].clone(), torch.empty_like(w_NK, dtype=torch.float32)
+    for i in range(K):
+        step, start = scale_NU[:, group_of[i]].float(), minimum_NU[:, group_of[i]].float()
+        kept = ((w[:, i] - start) / step).round().clamp(0, 15) * step + start
+        error = (w[:, i] - kept) / factor[i, i]
+        w[:, i:] -= error[:, None] * factor[i, i:]
+        done[:, i] = kept
+    return done[:, order.argsort()]
+
+
+def stack(matrices: Sequence[Tensor]) -> Tensor:
+    """Return matrices or biases one under the other."""
+    return torch.cat([m.detach() for m in matrices])
+
+
+def _stored_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return scales in the dtype that stores them, never rounded to less, never 0."""
+    stored = scale.clamp(min=1e-8).to(dtype)
+    up = stored.float() * (1 + torch.finfo(dtype).eps)
+    return torch.where(stored.float() < scale, up.to(dtype), stored)
