@@ -111,6 +111,9 @@ CHECKED_KEYWORDS = {
     # jinja2's own signatures: what a template passes, to the filter or function that it names
     "io/chat_template.py:call",
     "io/chat_template.py:charged",
+    # a host's own signature: what its caller passes goes to its own forward as it came
+    "structures/sites.py:forward",
+    "structures/sites.py:_forward",
 }
 
 MAX_FILE_LINES = 400
@@ -129,9 +132,10 @@ MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 # lab +25: the probe guesses right and wrong, and sizes its pool by the answer.
 # lab +280: the operators' benchmark, its shapes and what torch has for each operator.
 # serving +1,400: two processes and what passes between them, the whole of the API's bodies, faults; cli +30: serve.
-PACKAGE_BUDGET = 20_180
+# structures +2,600, errors +10: catalog with references, guards, gates, calibration, loop, decisions, adoption.
+PACKAGE_BUDGET = 22_790
 ROOM_BUDGET: dict[str, int] = {
-    "errors": 25,
+    "errors": 35,
     "config": 175,
     "evidence": 2080,
     "ops": 4400,
@@ -139,7 +143,7 @@ ROOM_BUDGET: dict[str, int] = {
     "sampling": 350,
     "step": 450,
     "model": 230,
-    "structures": 1200,
+    "structures": 3800,
     "inference": 1800,
     "training": 900,
     "serving": 1800,

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from microllm import ops
 
-
 if TYPE_CHECKING:
     from microllm.structures.impls import Region
 
@@ -94,5 +93,3 @@ class Block:
         x, normed = ops.add_rms_norm(out, x, self._ffn_norm, eps=self._eps)
         gate, up = self._gate_up(normed.flatten(0, 1)).chunk(2, dim=1)
         return x + self._down(ops.swiglu(gate, up)).view(x.shape)
-
-

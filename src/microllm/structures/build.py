@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from microllm.errors import StructureError
 from microllm.evidence.timing import QUICK, TimingConfig
-from microllm.structures.block import PAGE_TOKENS
 from microllm.structures.binding import load_bindings
+from microllm.structures.block import PAGE_TOKENS
 from microllm.structures.cache import LoopCache
 from microllm.structures.calibration import (
     PERCENTILE,
@@ -90,7 +90,7 @@ class Build:
 def build(
     model: nn.Module, forward: Any, scheme: Scheme, config: AttachConfig, *, observations: Sequence[Any] | None = None,
     heldout: bool = False, chain: bool = False,
-) -> Build:  # noqa: ANN401  # fmt: skip
+) -> Build:  # fmt: skip
     """Make seats for what can be bound under ``scheme``; ``chain``: whole blocks too, as one chain of launches.
 
     Raises:
@@ -143,17 +143,20 @@ class _Maker:
         self.smoke: dict[str, float] = {}
         self._sites: list[Site] = []
         self._attention: dict[str, dict[str, Seat]] = {}
+        self._made: dict[Any, Any] = {}
 
     def make(self, candidate: Candidate, decision: Decision) -> None:
         """Bind one region; what stands against it is noted as a refusal."""
         c, like = candidate, self._host.weight
         region = Region(
             structure=c.structure, path=c.path, weights=c.weights, constants=c.constants, format=decision.format,
-            group=decision.group, amax=decision.amax, grams=decision.grams,
+            group=decision.group, amax=decision.amax, grams=decision.grams, made=self._made,
         )  # fmt: skip
         try:
             if like.is_cuda and torch.cuda.mem_get_info(like.device)[0] < MIN_FREE_BYTES:
-                raise StructureError(f"got under {MIN_FREE_BYTES} free bytes on {like.device}; need more to pack weights")
+                raise StructureError(
+                    f"got under {MIN_FREE_BYTES} free bytes on {like.device}; need more to pack weights"
+                )
             example = {name: t.clone() for name, t in c.example.items()}
             bound, self.smoke[region_key(c)] = bind_region(region, self._impls, example)
             width = self._width(c)
@@ -244,7 +247,9 @@ def _check(seat: Seat, ours: Callable[[], Tensor], own: Callable[[], Tensor], fl
     try:
         agreement = cosine(ours(), wanted)
         if seat.ledger.calls != 1:
-            raise StructureError(f"got a call that the seat did not take ({seat.ledger.last_reason}); need one it takes")
+            raise StructureError(
+                f"got a call that the seat did not take ({seat.ledger.last_reason}); need one it takes"
+            )
     finally:
         seat.active, seat.ledger = False, Ledger()
     if not agreement >= floor:
@@ -291,5 +296,3 @@ def _ids(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
 def _drawn(*shape: int, like: Tensor, seed: int = 0) -> Tensor:
     generator = torch.Generator(like.device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
-
-

@@ -66,7 +66,7 @@ class Calibration:
     notes: CalibrationNotes
 
 
-def samples_of(forward: Any, observations: Sequence[Any] | None, max_samples: int | None) -> list[Sample]:  # noqa: ANN401
+def samples_of(forward: Any, observations: Sequence[Any] | None, max_samples: int | None) -> list[Sample]:
     """Return one call a sample, from a callable, a list of them, or a callable of one sample with observations.
 
     Raises:
@@ -223,11 +223,13 @@ def _measure(
             sample()
             missed = sorted(set(wanted) - set(current))
             if missed:
-                raise StructureError(f"got sample {number}, which misses {missed[:3]}; need samples that reach every point")
+                raise StructureError(
+                    f"got sample {number}, which misses {missed[:3]}; need samples that reach every point"
+                )
             for key, value in current.items():
                 if key not in sums:
                     per_sample[key].append(value.cpu().numpy())
-    reduced: dict[str, Any] = {key: total / count for key, (total, count) in sums.items()}
+    reduced: dict[str, Any] = {key: (total / count).cpu() for key, (total, count) in sums.items()}
     for key, vectors in per_sample.items():
         if vectors:
             vector = accumulate(vectors, percentile)

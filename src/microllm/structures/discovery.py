@@ -127,7 +127,7 @@ class Watch:
     def _watch(self, path: str, module: nn.Module, keep: Callable[[str, Any, Any], None] | None = None) -> None:
         seen = self.seen.setdefault(path, Seen())
 
-        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ANN401
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             x = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
             y = output[0] if isinstance(output, tuple) else output
             seen.num_calls += 1
@@ -200,7 +200,9 @@ def _judge(found: Discovery, watch: Watch, region: RegionBinding, path: str, mod
         sizes = structure.check_weights(weights, path)
         sizes = structure.check_inputs(example, sizes, path)
         if len(structure.inputs) >= 1 and structure.inputs[0].name == "x" and len(example) == 1:
-            outputs = [seen] if structure.name != "qkv_pack" else [watch.seen[f"{path}.{p}_proj"] for p in ("q", "k", "v")]
+            outputs = (
+                [seen] if structure.name != "qkv_pack" else [watch.seen[f"{path}.{p}_proj"] for p in ("q", "k", "v")]
+            )
             _same(structure, example, weights, constants, outputs)
     except StructureError as error:
         found.refused.append(Refusal(structure.name, path, str(error).removeprefix(f"{path}: ")))
@@ -218,7 +220,9 @@ def _weights(host: Host, region: RegionBinding, module: nn.Module, path: str) ->
     for place in region.without:
         extra = look_up(module, place)
         if extra is not None:
-            raise StructureError(f"got {place} {tuple(extra.shape)}; need none: {region.structure.id} has no slot for it")
+            raise StructureError(
+                f"got {place} {tuple(extra.shape)}; need none: {region.structure.id} has no slot for it"
+            )
     weights = {slot: tensor for slot, place in region.weights.items() if (tensor := look_up(module, place)) is not None}
     dtypes = {t.dtype for t in weights.values()} | {host.weight.dtype}
     if len(dtypes) != 1 or not host.weight.is_floating_point():
@@ -261,8 +265,8 @@ def _example(host: Host, structure: Structure, seen: Seen, path: str, watch: Wat
         case "decoder_block":
             if not watch.whole.get(path, False):
                 raise StructureError(
-                    "got a block whose parts do not flow as norm, attention, sum, norm, network, sum, each norm with one "
-                    "reader; need that flow"
+                    "got a block whose parts do not flow as norm, attention, sum, norm, network, sum, a norm with one "
+                    "reader; need it"
                 )
             assert seen.example is not None, "a block that was called was given rows"
             cache = {"keys": draw(1, 16, G, K), "values": draw(1, 16, G, K)}
@@ -298,7 +302,7 @@ def _same(
         agreement = cosine(outputs[port.name], each.output)
         if not agreement >= SAME:
             raise StructureError(
-                f"got {port.name} of cosine {agreement:.5f} with the reference of {structure.id}; need {SAME}: the host "
+                f"got {port.name} of cosine {agreement:.5f} with the reference of {structure.id}; need {SAME}: it "
                 "computes something else"
             )
 

@@ -27,6 +27,7 @@ from microllm.ops.quantise import scaled, unpacked
 FormatName = Literal["float", "int8", "int4", "fp8"]
 FORMATS: tuple[FormatName, ...] = ("float", "int8", "int4", "fp8")
 LARGEST_FP8 = 448.0
+_scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 _DAMPING = 0.01
 
@@ -57,14 +58,16 @@ class Matrix:
         self.num_out, self.num_in = w_NK.shape
         group = format.group or self.num_in
         if self.num_in % group or (format.name == "int4" and group % 32):
-            raise StructureError(f"got {tuple(w_NK.shape)} in groups of {group}; need K a multiple of it, of 32 in int4")
+            raise StructureError(
+                f"got {tuple(w_NK.shape)} in groups of {group}; need K a multiple of it, of 32 in int4"
+            )
         match format.name:
             case "float":
                 self.parts: tuple[Tensor, ...] = (w_NK.detach().contiguous(),)
             case "int8":
                 self.parts = int8_parts(w_NK.detach(), group)
             case "int4":
-                self.parts = int4_parts(w_NK.detach(), group, gram)
+                self.parts = int4_parts(w_NK.detach(), group, None if gram is None else gram.to(w_NK.device))
             case _:
                 self.parts = fp8_parts(w_NK.detach())
         self._x_scale = torch.full(
@@ -80,8 +83,10 @@ class Matrix:
     @property
     def kernel(self) -> str:
         """Return what multiplies."""
-        return "torch._scaled_mm" if self._tensor_cores else {"float": "linear"}.get(
-            self.format.name, f"linear_{self.format.name}"
+        return (
+            "torch._scaled_mm"
+            if self._tensor_cores
+            else {"float": "linear"}.get(self.format.name, f"linear_{self.format.name}")
         )
 
     def __call__(self, x_MK: Tensor) -> Tensor:
@@ -90,9 +95,11 @@ class Matrix:
             case "float":
                 return ops.linear(x_MK, self.parts[0], self.bias)
             case "int8":
-                return ops.linear_int8(x_MK, *self.parts, self.bias)
+                codes, scale = self.parts
+                return ops.linear_int8(x_MK, codes, scale, self.bias)
             case "int4":
-                return ops.linear_int4(x_MK, *self.parts, self.bias)
+                codes, scale, minimum = self.parts
+                return ops.linear_int4(x_MK, codes, scale, minimum, self.bias)
             case _:
                 return self._fp8(x_MK)
 
@@ -111,12 +118,13 @@ class Matrix:
         scale = self._x_scale.expand(len(x_MK), 1)
         codes = ops.quantise_fp8(x_MK.contiguous(), scale.contiguous())
         if self._tensor_cores:
-            y_MN = torch._scaled_mm(
+            y_MN = _scaled_mm(
                 codes, self.parts[0].T, scale_a=scale.contiguous(), scale_b=self.parts[1].float().T.contiguous(),
                 out_dtype=torch.bfloat16,
             )  # fmt: skip
             return y_MN if self.bias is None else y_MN + self.bias
-        return ops.linear_fp8((codes.float() * self._x_scale).to(x_MK.dtype), *self.parts, self.bias)
+        w, w_scale = self.parts
+        return ops.linear_fp8((codes.float() * self._x_scale).to(x_MK.dtype), w, w_scale, self.bias)
 
     def _takes_scaled_mm(self) -> bool:
         """Try torch's fp8 product once, with an odd number of rows, against plain arithmetic."""
@@ -126,9 +134,7 @@ class Matrix:
         x = torch.ones(5, self.num_in, device=codes.device).to(torch.float8_e4m3fn)
         one = torch.ones(5, 1, device=codes.device)
         try:
-            y = torch._scaled_mm(
-                x, codes.T, scale_a=one, scale_b=scale.float().T.contiguous(), out_dtype=torch.bfloat16
-            )
+            y = _scaled_mm(x, codes.T, scale_a=one, scale_b=scale.float().T.contiguous(), out_dtype=torch.bfloat16)
         except RuntimeError:
             return False
         return torch.allclose(y.float(), x.float() @ scaled(codes, scale).T, rtol=0.02, atol=0.5)

@@ -38,7 +38,7 @@ class Form:
     bands: frozenset[Band] = frozenset(BANDS)
     max_rows: int | None = None
 
-    def misfit(self, x: Any) -> str | None:  # noqa: ANN401  whatever a caller passes
+    def misfit(self, x: Any) -> str | None:
         """Return why x is outside the form, or None."""
         if not isinstance(x, Tensor) or x.dim() < 2:
             return f"got {type(x).__name__} instead of rows"
@@ -121,7 +121,7 @@ class Turn:
 class Seat:
     """A region of a host in our hands: what runs it, its form, its ledger, and whether it is on."""
 
-    def __init__(self, structure: str, path: str, bound: Any, form: Form) -> None:  # noqa: ANN401
+    def __init__(self, structure: str, path: str, bound: Any, form: Form) -> None:
         self.structure, self.path, self.bound, self.form = structure, path, bound, form
         self.ledger = Ledger()
         self.active = False
@@ -130,7 +130,7 @@ class Seat:
         self.restore: Callable[[], None] = lambda: None
         self.can_fall_back = True
 
-    def admits(self, module: nn.Module, x: Any, extra: str | None = None) -> bool:  # noqa: ANN401
+    def admits(self, module: nn.Module, x: Any, extra: str | None = None) -> bool:
         """Say whether this call is the seat's; count it. ``extra``: what else is outside the form.
 
         Raises:
@@ -223,10 +223,15 @@ class Lifecycle:
                 vars(module)[name] = _refusal(words)
             vars(module)["train"] = _eval_only(module)
 
+    def refuse_state_dict(self) -> None:
+        """Refuse ``state_dict`` too: some of its bytes are gone."""
+        for module in self._modules:
+            vars(module)["state_dict"] = _refusal("state_dict after consume()")
+
     def release(self) -> None:
         """Allow everything again, and leave no trace."""
         for module in self._modules:
-            for name in (*_REFUSED, "train"):
+            for name in (*_REFUSED, "train", "state_dict"):
                 vars(module).pop(name, None)
 
 
@@ -238,10 +243,10 @@ def _refusal(words: str) -> Callable[..., NoReturn]:
 
 
 def _eval_only(module: nn.Module) -> Callable[..., nn.Module]:
-    def train(mode: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  torch's own signature
+    def train(mode: bool = True) -> nn.Module:  # noqa: FBT001  torch's own signature
         if mode:
             raise GuardRefused("got train() while attached; need eval(); detach() first")
-        return type(module).train(module, False)  # noqa: FBT003
+        return type(module).train(module, False)
 
     return train
 

@@ -94,11 +94,11 @@ class Host:
 class Calls(Protocol):
     """How a family's stack is run over a cache of ours."""
 
-    def angles(self, x: Tensor, positions: Tensor) -> Any:  # noqa: ANN401  a host's own
+    def angles(self, x: Tensor, positions: Tensor) -> Any:
         """Return the rotary angles of positions [B, T], as blocks take them."""
         ...
 
-    def layer(self, module: nn.Module, x: Tensor, angles: Any, positions: Tensor, cache: Any) -> Tensor:  # noqa: ANN401
+    def layer(self, module: nn.Module, x: Tensor, angles: Any, positions: Tensor, cache: Any) -> Tensor:
         """Run one block."""
         ...
 
@@ -120,11 +120,11 @@ class TransformersCalls:
         attention = look_up(host.layers[0], "self_attn")
         self.implementation = getattr(getattr(attention, "config", None), "_attn_implementation", "sdpa")
 
-    def angles(self, x: Tensor, positions: Tensor) -> Any:  # noqa: ANN401
+    def angles(self, x: Tensor, positions: Tensor) -> Any:
         """Return cosines and sines [B, T, K]."""
         return self._rotary(x, positions)
 
-    def layer(self, module: nn.Module, x: Tensor, angles: Any, positions: Tensor, cache: Any) -> Tensor:  # noqa: ANN401
+    def layer(self, module: nn.Module, x: Tensor, angles: Any, positions: Tensor, cache: Any) -> Tensor:
         """Run one block; its mask is the cache's."""
         mask = cache.mask
         if mask is not None and self.implementation == "eager":  # which adds its mask
@@ -142,16 +142,16 @@ class OwnCalls:
     def __init__(self, host: Host) -> None:
         self._rotary = host.stack.get_submodule(host.binding.stack["rotary"])
 
-    def angles(self, x: Tensor, positions: Tensor) -> Any:  # noqa: ANN401
+    def angles(self, x: Tensor, positions: Tensor) -> Any:
         """Return cosines and sines [B, T, P], fp32."""
         return self._rotary(positions)
 
-    def layer(self, module: nn.Module, x: Tensor, angles: Any, positions: Tensor, cache: Any) -> Tensor:  # noqa: ANN401
+    def layer(self, module: nn.Module, x: Tensor, angles: Any, positions: Tensor, cache: Any) -> Tensor:
         """Run one block."""
         return module(x, angles, positions, cache)
 
 
-def attention_interface(attention: nn.Module) -> Any:  # noqa: ANN401  transformers' own function
+def attention_interface(attention: nn.Module) -> Any:
     """Return what a ``transformers`` attention module would call for its scores, as its own module says."""
     home = vars(sys.modules[type(attention).__module__])
     implementation = getattr(getattr(attention, "config", None), "_attn_implementation", None)
@@ -175,7 +175,7 @@ def find_host(model: nn.Module, bindings: Sequence[Binding]) -> Host:
                 return Host(model=model, binding=binding, stack_path=path)
             reasons.append(f"{binding.name}: {missing[0]}")
     raise StructureError(
-        f"got a {type(model).__name__} that no binding fits ({'; '.join(reasons) or 'no stack of blocks'}); need one of "
+        f"got a {type(model).__name__} that no binding fits ({'; '.join(reasons) or 'no blocks'}); need one of "
         f"{', '.join(b.name for b in bindings)}, or a binding of its own (docs/structures.md)"
     )
 
@@ -197,7 +197,7 @@ def _missing(stack: nn.Module, layers: Iterable[nn.Module], binding: Binding) ->
     return found
 
 
-def look_up(start: Any, path: str) -> Any:  # noqa: ANN401  a module, a parameter or a number
+def look_up(start: Any, path: str) -> Any:
     """Return what lies at a dotted path ("." is the start itself), or None."""
     for name in () if path == "." else path.split("."):
         if isinstance(start, nn.ModuleList | nn.Sequential) and name.isdigit():

@@ -42,13 +42,18 @@ class Region:
     group: int = 0
     amax: Mapping[str, float] = field(default_factory=dict)
     grams: Mapping[str, Tensor] = field(default_factory=dict)
+    made: dict[Any, Matrix] = field(default_factory=dict)
+    """Matrices made so far for this host: regions that multiply by the same weights share one."""
 
     def matrix(self, slots: Sequence[str], point: str = "x", biases: Sequence[str] = ()) -> Matrix:
         """Return the slots' matrices, one under the other, in the region's format."""
         bias = stack([self.weights[b] for b in biases]) if biases and biases[0] in self.weights else None
         format = Format(self.format, self.group, self.amax.get(point)) if self.format != "float" else FLOAT
-        w = self.weights[slots[0]] if len(slots) == 1 else stack([self.weights[s] for s in slots])
-        return Matrix(w, bias, format, self.grams.get(point))
+        parts = [self.weights[slot] for slot in slots]
+        key = (tuple((w.data_ptr(), tuple(w.shape)) for w in parts), format, bias is None)
+        if key not in self.made:
+            self.made[key] = Matrix(parts[0] if len(parts) == 1 else stack(parts), bias, format, self.grams.get(point))
+        return self.made[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,7 @@ class Norm:
     def __init__(self, region: Region) -> None:
         self._w, self._eps = region.weights["w"].detach(), float(region.constants["eps"])
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Any:  # noqa: ANN401  one tensor or two
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Return y, with a residual y and the sum."""
         if residual is None:
             return ops.rms_norm(x, self._w, eps=self._eps)
@@ -161,7 +166,7 @@ class Attention:
         )  # fmt: skip
         return context.transpose(1, 2)
 
-    def over_cache(self, q: Tensor, keys: Tensor, values: Tensor, pages: Any, positions: Tensor) -> Tensor:  # noqa: ANN401
+    def over_cache(self, q: Tensor, keys: Tensor, values: Tensor, pages: Any, positions: Tensor) -> Tensor:
         """Return the context [B, T, H, K] of q [B, T, H, K] over whole caches [B, S, G, K], up to its positions."""
         return ops.attention_decode(
             q, pages.of(keys), pages.of(values), pages.table, positions, scale=self._scale, split=pages.split
@@ -196,7 +201,9 @@ def find_impl(impls: Sequence[Impl], region: Region) -> Impl:
     for impl in impls:
         if impl.structure in (region.structure.name, region.structure.id) and region.format in impl.formats:
             return impl
-    raise StructureError(f"{region.path}: got {region.structure.id} in {region.format}; need one with an implementation")
+    raise StructureError(
+        f"{region.path}: got {region.structure.id} in {region.format}; need one with an implementation"
+    )
 
 
 def bind_region(region: Region, impls: Sequence[Impl], example: Mapping[str, Tensor]) -> tuple[Any, float]:

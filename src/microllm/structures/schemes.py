@@ -82,7 +82,10 @@ class Report:
 class Scheme(Protocol):
     """A precision for a whole host."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Return what receipts call it."""
+        ...
 
     def statistics(self, points: Sequence[Point]) -> Mapping[str, Statistic | None]:
         """Return what each point ("path|point") must be measured for; None, or left out, for nothing."""
@@ -111,9 +114,10 @@ class Structural:
 
     def decide(self, report: Report) -> Mapping[str, Decision]:
         """Bind what fuses, and products if asked."""
+        bound = Decision(True, "in the host's dtype")
         kept = Decision(False, "scheme none keeps products in the host")
         return {
-            region_key(c): Decision(True, "in the host's dtype") if self.products or c.structure.name in FUSIONS else kept
+            region_key(c): bound if self.products or c.structure.name in FUSIONS else kept
             for c in report.candidates if c.structure.name != "decoder_block" or self.products
         }  # fmt: skip
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ class ModuleSite(Site):
         super().__init__((seat,), turn)
         own = type(module).forward
 
-        def forward(x: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  the host's own signature
+        def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
             with turn:
                 if seat.admits(module, x, "arguments besides rows" if args or kwargs else None):
                     y = seat.bound(x.view(-1, x.shape[-1]))
@@ -69,13 +70,14 @@ class ModuleSite(Site):
 class PackSite(Site):
     """Siblings called in turn with one input: the first computes all, the others hand out theirs.
 
-    What is kept between the calls is one result, for the very tensor that made it; a sibling called with another tensor,
-    or with that one changed since, runs the host's own.
+    What is kept between the calls is one result, for the very tensor that made it. A sibling called with another, or
+    with that one changed since, runs the host's own.
     """
 
     def __init__(self, modules: Sequence[nn.Module], seat: Seat, turn: Turn) -> None:
         super().__init__((seat,), turn)
-        self._seat, self._kept = seat, ()
+        self._seat = seat
+        self._kept: tuple[Any, ...] = ()
         self.places = (
             (modules[0], self._first(modules[0])),
             *((module, self._later(module, i)) for i, module in enumerate(modules) if i),
@@ -162,7 +164,7 @@ class AttentionSite(Site):
     def _forward(
         self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, *args: Any,
         **kwargs: Any,
-    ) -> Any:  # noqa: ANN401  # fmt: skip
+    ) -> Any:  # fmt: skip
         module = self._module
         with self.turn:
             given = {name for name, value in kwargs.items() if value is not None and value is not False}
@@ -180,7 +182,7 @@ class AttentionSite(Site):
             context = self._attend(q, k, v, attention_mask, cache, core=core)
             return module.o_proj(context.reshape(*hidden_states.shape[:-1], -1)), None  # pyright: ignore
 
-    def _heads(self, x: Tensor, angles: Any, *, rope: bool) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
+    def _heads(self, x: Tensor, angles: Any, *, rope: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys, turned, and values: [B, H, T, K], twice [B, G, T, K]."""
         module, shape = self._module, (*x.shape[:-1], -1, self._head_dim)
         q, k, v = (getattr(module, f"{part}_proj")(x).view(shape) for part in ("q", "k", "v"))
@@ -197,7 +199,7 @@ class AttentionSite(Site):
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cache: Any, *, core: bool
-    ) -> Tensor:  # noqa: ANN401  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         """Return the context [B, T, H, K]."""
         module, seat = self._module, self._core
         layer: Any = module.layer_idx
@@ -226,9 +228,9 @@ class BlockSite(Site):
         transformers = host.binding.protocol == "transformers"
         name = getattr(host.calls, "cache_name", "")
 
-        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  the host's own signature
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             with turn:
-                cache = kwargs.get(name) if transformers else args[2] if len(args) > 2 else None
+                cache: Any = kwargs.get(name) if transformers else next(iter(args[2:]), None)
                 loops = isinstance(cache, LoopCache) and cache.decoding and x.dim() == 3 and x.shape[1] <= MAX_TOKENS
                 if not loops:
                     seat.ledger.by_band += seat.active
@@ -240,6 +242,10 @@ class BlockSite(Site):
                 return own(module, x, *args, **kwargs)
 
         self.places = ((module, forward),)
+
+
+ATTACHED: WeakKeyDictionary[nn.Module, Attachment] = WeakKeyDictionary()
+"""What is in place in which model: a loop counts the replays of its graphs there."""
 
 
 class Attachment:
@@ -266,9 +272,14 @@ class Attachment:
                 self.model.register_forward_hook(lambda *_: self.turn.__exit__(), always_call=True),
             ]
             self._lifecycle.hold()
+            ATTACHED[self.model] = self
         except BaseException:
             self.remove()
             raise
+
+    def refuse_state_dict(self) -> None:
+        """Refuse to give a state whose bytes are gone."""
+        self._lifecycle.refuse_state_dict()
 
     def remove(self) -> None:
         """Take every site away; the model is what it was."""
@@ -280,6 +291,7 @@ class Attachment:
             hook.remove()
         self._hooks = []
         self._lifecycle.release()
+        ATTACHED.pop(self.model, None)
 
 
 def _stamp(x: Tensor) -> int:

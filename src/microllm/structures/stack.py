@@ -42,6 +42,7 @@ def run_prompt(host: Host, token_ids_BT: Tensor, cache: LoopCache, num_tokens_B:
     """Run prompts from position 0, padded on the right; return the final norm's output of each row's last token.
 
     Shapes:  token_ids [B, T], num_tokens [B] (default: all T) -> [B, 1, D]
+
     Raises:
         RequestError: no token, or more than the cache holds.
     """

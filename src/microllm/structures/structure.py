@@ -197,7 +197,7 @@ def load_catalog(folders: Iterable[Path] = ()) -> Catalog:
     return Catalog(_read(path.parent) for root in (CATALOG, *folders) for path in sorted(root.glob("*/structure.yaml")))
 
 
-def load_attribute(path: Path, name: str) -> Any:  # noqa: ANN401  whatever the file defines
+def load_attribute(path: Path, name: str) -> Any:
     """Return what a Python file that belongs to no package defines under ``name``.
 
     Raises:

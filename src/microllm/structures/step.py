@@ -1,0 +1,141 @@
+"""One decoding step of a host for a fixed number of rows and tokens: captured on a GPU, run as it is elsewhere.
+
+Place: the loop and speculation drive it. Token ids and positions lie in buffers that the step reads, and a greedy step
+of one token writes its choice back into them, so that steps follow each other without the host's word.
+
+Axes:    B = rows, T = tokens, V = vocabulary, D = model dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from microllm import ops
+from microllm.sampling.sampler import Sampler, choose_tokens
+from microllm.structures.guard import Seat
+from microllm.structures.host import Host
+from microllm.structures.sites import ATTACHED
+from microllm.structures.stack import logits_of, new_cache, run_prompt, run_tokens
+
+WARM_UPS = 3
+
+
+class Step:
+    """A cache of ``num_rows`` and the step of ``width`` tokens a row over it.
+
+    A captured pass launches nothing by itself, so the calls that it counted are taken back and counted a replay each.
+    """
+
+    def __init__(
+        self, host: Host, num_rows: int, width: int, capacity: int, *, capture: bool = True
+    ) -> None:  # fmt: skip
+        device = host.weight.device
+        self.host, self.width = host, width
+        self.cache = new_cache(host, num_rows, capacity)
+        self.token_ids = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
+        self.hidden = self.logits = torch.empty(0)
+        self._chosen = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._capture = capture and device.type == "cuda"
+        self._counted: list[tuple[Seat, int]] = []
+        self._num_replays = 0
+
+    @torch.inference_mode()
+    def prompt(self, rows: Sequence[Sequence[int]], samplers: Sequence[Sampler] | None) -> list[int]:
+        """Fill the cache from prompts, and return (and set) the first token of each; greedy without samplers."""
+        self._make_graph()
+        device, lengths = self.token_ids.device, [len(row) for row in rows]
+        padded = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+        for number, row in enumerate(rows):
+            padded[number, : len(row)] = torch.tensor(row)
+        num_tokens = torch.tensor(lengths, device=device)
+        x = run_prompt(self.host, padded.to(device), self.cache, num_tokens)
+        self.last_hidden = x
+        logits = logits_of(self.host, x)[:, 0]
+        chosen = ops.argmax(logits.contiguous()) if samplers is None else choose_tokens(logits.contiguous(), samplers)
+        self.token_ids.copy_(chosen[:, None].clamp(min=0).expand(-1, self.width))
+        self.positions.copy_(num_tokens[:, None] + torch.arange(self.width, device=device))
+        return chosen.tolist()
+
+    @torch.inference_mode()
+    def run(self) -> Tensor:
+        """Run the step on what the buffers hold; return its choices [B, T], which the next run overwrites."""
+        if self._graph is not None:
+            self._graph.replay()
+            self._num_replays += 1
+        else:
+            seen = min(int(self.positions.max()) + 1, self.cache.capacity)
+            self._pass(seen)
+        return self._chosen
+
+    def greedy(self) -> Iterator[list[int]]:
+        """Yield the tokens of one step after the other; on a GPU the next step is launched before they are read."""
+        if self._graph is None:
+            while True:
+                yield self.run()[:, 0].tolist()
+        host = [torch.empty(len(self._chosen), dtype=torch.int64, pin_memory=True) for _ in range(2)]
+        done = [torch.cuda.Event() for _ in range(2)]
+        number = 0
+        self._launch(host[0], done[0])
+        while True:
+            ahead = (number + 1) % 2
+            self._launch(host[ahead], done[ahead])
+            done[number % 2].synchronize()
+            yield host[number % 2].tolist()
+            number += 1
+
+    @torch.inference_mode()
+    def sampled(self, samplers: Sequence[Sampler]) -> Iterator[list[int]]:
+        """Yield the tokens of one step after the other, chosen as the samplers say."""
+        while True:
+            self.run()
+            chosen = choose_tokens(self.logits[:, 0].contiguous(), samplers)
+            self.token_ids.copy_(chosen[:, None].clamp(min=0))
+            yield chosen.tolist()
+
+    def settle(self) -> None:
+        """Write the replays since the last time into the ledgers of what ran."""
+        for seat, calls in self._counted:
+            seat.ledger.replays += calls * self._num_replays
+        self._num_replays = 0
+
+    def _launch(self, host: Tensor, done: torch.cuda.Event) -> None:
+        self.run()
+        host.copy_(self._chosen[:, 0], non_blocking=True)
+        done.record()
+
+    def _pass(self, seen: int | None) -> None:
+        x = run_tokens(self.host, self.token_ids, self.positions, self.cache, seen)
+        logits = logits_of(self.host, x)
+        self.hidden, self.logits = x, logits
+        self._chosen.copy_(ops.argmax(logits.flatten(0, 1)).view_as(self._chosen))
+        if self.width == 1:
+            self.token_ids.copy_(self._chosen.clamp(min=0))
+            self.positions.add_(1).clamp_(max=self.cache.capacity - 1)
+
+    def _make_graph(self) -> None:
+        """Capture the step, before the cache holds anything: its warm-ups write into it."""
+        if not self._capture or self._graph is not None:
+            return
+        self.positions.zero_()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                self._pass(None)
+        torch.cuda.current_stream().wait_stream(stream)
+        attachment = ATTACHED.get(self.host.model)
+        seats = [] if attachment is None else attachment.seats
+        before = [seat.ledger.calls for seat in seats]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._pass(None)
+        for seat, calls in zip(seats, before, strict=True):
+            if seat.ledger.calls > calls:
+                self._counted.append((seat, seat.ledger.calls - calls))
+                seat.ledger.calls = calls
+        self._graph = graph
