@@ -57,7 +57,7 @@ EXTERNAL: dict[str, tuple[str, ...]] = {
     "uvicorn": ("serving/", "cli/"),
     "prometheus_client": ("serving/",),
     "llguidance": ("sampling/",),
-    "matplotlib": ("lab/",),
+    "matplotlib": ("lab/", "training/curve.py"),
     "tensorboard": ("training/",),
     "pynvml": ("evidence/", "lab/"),
     "tyro": ("cli/",),
@@ -93,6 +93,8 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "lab/hf_twin.py": {"transformers"},
     "lab/staircase.py": {"matplotlib"},
     "model/loading.py": {"microllm.io.checkpoint"},
+    "training/curve.py": {"matplotlib"},
+    "training/metrics.py": {"torch.utils.tensorboard"},
     "ops/attention.py": {"torch.nn.attention.varlen"},  # brings the compiler along: seconds
     "ops/select.py": {"microllm.ops.kernels"},  # brings triton
 }
@@ -103,6 +105,7 @@ ENVIRONMENT: dict[str, set[str]] = {
     "io/resolve.py": {"HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"},  # huggingface_hub's own
     "ops/select.py": {"TRITON_INTERPRET"},  # triton's own
     "serving/server_config.py": {"MICROLLM_API_KEY"},
+    "training/trainer.py": set(),  # sets cuBLAS's own for deterministic products, and reads none
 }
 
 # Functions that hand on **changes: each checks the names first.
@@ -133,22 +136,23 @@ MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 # lab +280: the operators' benchmark, its shapes and what torch has for each operator.
 # serving +1,400: two processes and what passes between them, the whole of the API's bodies, faults; cli +30: serve.
 # structures +2,600, errors +10: catalog with references, guards, gates, calibration, loop, decisions, adoption.
-PACKAGE_BUDGET = 22_790
+# training +900, cli +130, io +10: data, the packed pass, ranks, captured steps, exact checkpoints, adapters, the curve.
+PACKAGE_BUDGET = 23_830
 ROOM_BUDGET: dict[str, int] = {
     "errors": 35,
     "config": 175,
     "evidence": 2080,
     "ops": 4400,
-    "io": 2535,
+    "io": 2545,
     "sampling": 350,
     "step": 450,
     "model": 230,
     "structures": 3800,
     "inference": 1800,
-    "training": 900,
+    "training": 1800,
     "serving": 1800,
     "lab": 3505,
-    "cli": 710,
+    "cli": 840,
     "__init__": 15,
     "__main__": 5,
 }

@@ -14,6 +14,8 @@
     │   ├── GateRefused                       a region that does not reach its floor
     │   ├── GuardRefused                      a call or change that an attached host does not take
     │   └── CaptureRefused                    a computation that cannot be captured as it is
+    ├── DataError              (ValueError)   training data that cannot be packed or read
+    ├── TrainingError          (RuntimeError) a run that must not go on: a number that is not finite, a rank that failed
     └── UnavailableError       (RuntimeError) something this machine does not have
         └── MissingExtraError                 an optional dependency, named with its extra
 
@@ -81,6 +83,14 @@ class GuardRefused(StructureError):
 
 class CaptureRefused(StructureError):
     """A computation that cannot be captured as it is."""
+
+
+class DataError(MicroLLMError, ValueError):
+    """Training data that cannot be packed or read."""
+
+
+class TrainingError(MicroLLMError, RuntimeError):
+    """A run that must not go on: a number that is not finite, ranks that disagree, a rank that failed."""
 
 
 class UnavailableError(MicroLLMError, RuntimeError):

@@ -18,10 +18,13 @@ import tyro
 
 from microllm.errors import MicroLLMError
 
-COMMANDS = ("generate", "chat", "inspect", "align", "doctor", "pull", "bench", "probe", "profile", "lab", "serve")
+COMMANDS = (
+    "generate", "chat", "inspect", "align", "doctor", "pull", "bench", "probe", "profile", "lab", "serve", "data",
+    "train",
+)  # fmt: skip
 
 
-def command_class(name: str) -> Any:  # noqa: ANN401 - dataclasses with nothing in common but run()
+def command_class(name: str) -> Any:  # noqa: ANN401, C901 - dataclasses with nothing in common but run(), a case each
     """Return the dataclass behind a subcommand; only its own file is imported, so that each starts fast."""
     match name:
         case "generate":
@@ -44,6 +47,10 @@ def command_class(name: str) -> Any:  # noqa: ANN401 - dataclasses with nothing 
             from microllm.cli.serve import Serve as command
         case "profile":
             from microllm.cli.profile import Profile as command
+        case "data":
+            from microllm.cli.data import Data as command
+        case "train":
+            from microllm.cli.train import Train as command
         case _:
             from microllm.cli.lab import Lab as command
     return command

@@ -18,6 +18,11 @@ import torch
 
 from microllm.errors import UnavailableError
 
+PUBLISHED: dict[str, dict[str, float]] = {
+    name: {"fp32": 67.0, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "GB/s": bandwidth}
+    for name, bandwidth in (("NVIDIA H200", 4800.0), ("NVIDIA H100 80GB HBM3", 3352.0))
+}
+"""Dense peaks in TFLOPS (int8: tera-operations) and memory bandwidth, by device name."""
 _PACKAGES = ("triton", "transformers", "vllm", "numpy", "microllm")
 
 

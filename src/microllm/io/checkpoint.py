@@ -305,7 +305,7 @@ def save_checkpoint(
             write_tensors(staged, {file_name(name): tensor for name, tensor in tensors.items()}, max_shard_bytes)
             for name, data in files.items():
                 write_bytes(staged / name, data)
-            _force_to_disk(staged)
+            sync_directory(staged)
             _swap(staged, target, Path(scratch) / "old")
     except OSError as problem:
         raise CheckpointError(f"got {problem} when saving to {target}; need a writable place") from problem
@@ -367,10 +367,11 @@ def _swap(staged: Path, target: Path, old: Path) -> None:
         if old.exists():
             old.rename(target)
         raise
-    _force_to_disk(target.parent)
+    sync_directory(target.parent)
 
 
-def _force_to_disk(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Force a directory's entries to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

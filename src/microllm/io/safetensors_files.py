@@ -257,7 +257,9 @@ def plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str
     return shards
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> None:
+def write_tensors(
+    directory: Path, tensors: Mapping[str, torch.Tensor], max_shard_bytes: int, *, single_name: str = SINGLE_FILE
+) -> None:
     """Write ``tensors`` into ``directory``: one file, or shards with an index when one would be too big.
 
     Numbers: dtypes and bits as given; one shard at a time is copied to the CPU
@@ -268,7 +270,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], max_shar
     shards = plan_shards(sizes, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
-        file_name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file_name = single_name if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         weight_map.update(dict.fromkeys(names, file_name))
         contents = {name: tensors[name].detach().cpu().contiguous() for name in names}
         _write_file(directory / file_name, contents)

@@ -67,6 +67,16 @@ class Tokenizer:
         self.bos_id = self.token_id(self._roles["bos_token"]) if "bos_token" in self._roles else None
         self.chat_template = self._templates.get("default")
 
+    def files(self) -> dict[str, bytes]:
+        """Return the files from which this tokenizer, and ``transformers``' own, are built again."""
+        config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", **self._roles}
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template
+        return {
+            "tokenizer.json": self._backend.to_str().encode(),
+            "tokenizer_config.json": json.dumps(config, indent=1).encode() + b"\n",
+        }
+
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Return the token ids of a text.
 

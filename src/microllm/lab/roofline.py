@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from microllm.errors import EvidenceError, UnavailableError
-from microllm.evidence.environment import capture_environment
+from microllm.evidence.environment import PUBLISHED, capture_environment
 from microllm.evidence.rows import Row, RowStatus, environment_fields, latest_rows, write_row
 from microllm.evidence.timing import Action, RoundClock
 
@@ -36,11 +36,6 @@ TORCH_DTYPES = {
 }  # fmt: skip
 TOLERANCE = {"fp32": 1e-5, "tf32": 2e-3, "fp16": 2e-3, "bf16": 1e-2, "fp8": 1e-2, "int8": 0.0}
 """Largest relative L2 error against fp64 of the rounded operands (bf16 and fp8 write bf16)."""
-PUBLISHED: dict[str, dict[str, float]] = {
-    name: {"fp32": 67.0, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9, "int8": 1978.9, "GB/s": bandwidth}
-    for name, bandwidth in (("NVIDIA H200", 4800.0), ("NVIDIA H100 80GB HBM3", 3352.0))
-}
-"""Dense peaks in TFLOPS (int8: tera-operations) and memory bandwidth, by device name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
