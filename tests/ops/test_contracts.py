@@ -51,7 +51,7 @@ def rope_oracle(q, k, cos, sin, positions, interleaved, inverse):
 
 
 def norm(x, w, eps):
-    return F.rms_norm(x, w.shape, w, eps)
+    return x if w is None else F.rms_norm(x, w.shape, w, eps)
 
 
 def norm_gradient(dy, x, w, addend, eps):
@@ -95,6 +95,15 @@ def paged_oracle(q, k_pages, v_pages, page_table, positions, scale, split):
             if positions[a, t] >= 0:
                 out[a, t] = attention_oracle(q[a, t][None, None], k, v, positions[a, t].view(1, 1), scale)[0, 0]
     return out
+
+
+def step_oracle(q, k, v, cos, sin, k_pages, v_pages, table, positions, q_weight, k_weight, scale, eps, split):
+    at = positions.clamp(min=0)
+    q, k = rope_oracle(norm(q, q_weight, eps), norm(k, k_weight, eps), cos[at], sin[at], None, False, False)
+    for a, t in (positions >= 0).nonzero().tolist():
+        page, slot = divmod(int(positions[a, t]), k_pages.shape[1])
+        k_pages[table[a, page], slot], v_pages[table[a, page], slot] = k[a, t], v[a, t]
+    return paged_oracle(q, k_pages, v_pages, table, positions, scale, split)
 
 
 def store_oracle(cache, values, positions):
@@ -173,6 +182,13 @@ def adamw_oracle(params, grads, ms, vs, lr, beta1, beta2, eps, weight_decay, ste
         p.copy_(p - lr * weight_decay * p - lr * update)
 
 
+def advance_oracle(token, token_ids, positions, last, history, step):
+    for a, (t, p, end) in enumerate(zip(token.tolist(), positions.tolist(), last.tolist(), strict=True)):
+        history[int(step), a] = t if p >= 0 else -2
+        token_ids[a], positions[a] = (t, p + 1) if 0 <= p < end and t >= 0 else (0, -1)
+    step += 1
+
+
 def penalise_oracle(logits, seen, counts, repetition, presence, frequency):
     out = logits.clone()
     for a, j in torch.cartesian_prod(*(torch.arange(n) for n in logits.shape)).view(-1, 2).tolist():
@@ -243,6 +259,7 @@ ORACLES = {
     "attention_varlen": varlen_oracle,
     "attention_decode": paged_oracle,
     "attention_prefill": paged_oracle,
+    "attention_step": step_oracle,
     "swiglu": lambda gate, up: gate * torch.sigmoid(gate) * up,
     "swiglu_backward": gradient_of(lambda gate, up: gate * torch.sigmoid(gate) * up),
     "argmax": lambda logits: torch.tensor([row.index(max(row)) for row in logits.tolist()], dtype=torch.int64),
@@ -257,6 +274,7 @@ ORACLES = {
     "linear_cross_entropy": linear_losses_oracle,
     "linear_cross_entropy_gradients": linear_gradients_oracle,
     "adamw": adamw_oracle,
+    "advance_rows": advance_oracle,
     "add": torch.add,
     "multiply": torch.mul,
     "add_bias": torch.add,
@@ -288,10 +306,9 @@ def outcome(row, function, values):
     """Call with copies; return the results, or what was mutated where the operator returns nothing."""
     values = [copied(v) for v in values]
     results = function(*values)
-    if row.results:
-        return as_tuple(results)
     mutated = [v for arg, v in zip(row.args, values, strict=False) if arg.mutated]
-    return tuple(t for v in mutated for t in (v if isinstance(v, list) else [v]))
+    given = as_tuple(results) if row.results else ()
+    return (*given, *(t for v in mutated for t in (v if isinstance(v, list) else [v])))
 
 
 def assert_close(got, want, tolerance):
@@ -401,9 +418,9 @@ def test_views_are_read_through_strides_and_offsets(row):
             assert not views[i].is_contiguous() or x.shape[-2] == 1
             assert views[i].storage_offset() == 1
     want = outcome(row, ops.OPERATORS[row.name], values)
-    got = as_tuple(ops.OPERATORS[row.name](*views))
-    if not row.results:
-        got = tuple(t for arg, v in zip(row.args, views, strict=False) if arg.mutated for t in (v if arg.many else [v]))
+    got = ops.OPERATORS[row.name](*views)
+    changed = (t for arg, v in zip(row.args, views, strict=False) if arg.mutated for t in (v if arg.many else [v]))
+    got = (*(as_tuple(got) if row.results else ()), *changed)
     assert_close(got, want, row.forward[torch.float32])
 
 
@@ -414,7 +431,7 @@ WITH_OUT = [row for row in ROWS if row.results]
 def test_out_is_filled_where_it_lies(row):
     for dtype in dtypes_of(row.forward):
         values = call_of(row, dtype=dtype, seed=4)
-        want = outcome(row, ops.OPERATORS[row.name], values)
+        want = outcome(row, ops.OPERATORS[row.name], values)[: len(row.results)]
         outs = tuple(torch.full_like(t, 7) for t in want)
         addresses = [t.data_ptr() for t in outs]
         got = as_tuple(ops.OPERATORS[row.name](*values, out=outs if len(outs) > 1 else outs[0]))

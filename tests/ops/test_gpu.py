@@ -34,11 +34,9 @@ def call_of(row, dtype):
 
 def results(row, values, returned):
     """Return copies of what a call gave, or of what it changed."""
-    if row.results:
-        given = returned if isinstance(returned, tuple) else (returned,)
-    else:
-        changed = [v for arg, v in zip(row.args, values, strict=False) if arg.mutated]
-        given = tuple(t for v in changed for t in (v if isinstance(v, list) else [v]))
+    given = () if not row.results else returned if isinstance(returned, tuple) else (returned,)
+    changed = [v for arg, v in zip(row.args, values, strict=False) if arg.mutated]
+    given = (*given, *(t for v in changed for t in (v if isinstance(v, list) else [v])))
     return [t.contiguous().view(-1).view(torch.uint8).clone() for t in given]
 
 

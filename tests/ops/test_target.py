@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from microllm import ops
 from microllm.ops.kernels import launch
 from microllm.ops.kernels.pages import AS_IT_IS, E4M3FN_BYTES, E4M3FNUZ_BYTES, as_stored
 from microllm.ops.target import TARGETS, target_of
@@ -71,7 +72,7 @@ def test_a_live_device_is_its_table_entry(monkeypatch):
 def test_launches_overlap_only_where_the_target_can(monkeypatch, name, overlaps):
     monkeypatch.setattr(launch, "target_of", lambda device: TARGETS[name])
     assert not launch.pdl(GPU)
-    with launch.overlapped():
+    with ops.overlapped():
         assert launch.pdl(GPU) == overlaps
     assert not launch.pdl(GPU)
 

@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from microllm.ops.adamw import ADAMW, adamw
+from microllm.ops.advance import ADVANCE_ROWS, advance_rows
 from microllm.ops.argmax import ARGMAX, LM_HEAD_ARGMAX, argmax, lm_head_argmax
 from microllm.ops.arithmetic import ARITHMETIC, add, add_bias, causal_softmax, matmul, multiply, softmax
 from microllm.ops.attention import ATTENTION, FULL, VARLEN, attention, attention_full, attention_varlen
 from microllm.ops.attention_paged import DECODE, PREFILL, attention_decode, attention_prefill
+from microllm.ops.attention_step import ATTENTION_STEP, attention_step
 from microllm.ops.contract import Contract
 from microllm.ops.cross_entropy import LOSSES, cross_entropy, linear_cross_entropy, linear_cross_entropy_gradients
 from microllm.ops.embedding import EMBEDDING, embedding
@@ -35,13 +37,14 @@ from microllm.ops.quantise import (
 from microllm.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD, add_rms_norm, rms_norm
 from microllm.ops.rope import QK_NORM_ROPE, ROPE, qk_norm_rope, rope
 from microllm.ops.sample import PENALISE, SAMPLE, penalise, sample
-from microllm.ops.select import Choice, batch_invariant, choose, ledger, use
+from microllm.ops.select import Choice, batch_invariant, choose, ledger, overlapped, use
 from microllm.ops.swiglu import SWIGLU, SWIGLU_BACKWARD, swiglu
 
 _ROWS = (
     EMBEDDING, RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACKWARD, *LINEARS, LINEAR_INT8, LINEAR_FP8, LINEAR_INT4,
-    *QUANTISERS, ROPE, QK_NORM_ROPE, KV_STORE, KV_STORE_PAGED, ATTENTION, FULL, VARLEN, DECODE, PREFILL, SWIGLU,
-    SWIGLU_BACKWARD, ARGMAX, LM_HEAD_ARGMAX, SAMPLE, PENALISE, *LOSSES, ADAMW, *ARITHMETIC,
+    *QUANTISERS, ROPE, QK_NORM_ROPE, KV_STORE, KV_STORE_PAGED, ATTENTION, FULL, VARLEN, DECODE, PREFILL,
+    ATTENTION_STEP, SWIGLU, SWIGLU_BACKWARD, ARGMAX, LM_HEAD_ARGMAX, SAMPLE, PENALISE, *LOSSES, ADAMW, ADVANCE_ROWS,
+    *ARITHMETIC,
 )  # fmt: skip
 OPERATORS: dict[str, Operator] = {operator.contract.name: operator for operator in _ROWS}
 """Every operator by name, called by position with the tensors and then the scalars of its contract."""
@@ -60,12 +63,12 @@ def select(name: str, example: Mapping[str, Any]) -> Choice:
 
 
 __all__ = [
-    "CONTRACTS", "OPERATORS", "Choice", "adamw", "add", "add_bias", "add_rms_norm", "argmax", "as_tensor",
-    "attention", "attention_decode", "attention_full", "attention_prefill", "attention_varlen", "batch_invariant",
-    "causal_softmax",
-    "cross_entropy", "dequantise_fp8", "dequantise_int4", "dequantise_int8", "embedding", "kv_store",
-    "kv_store_paged", "ledger", "linear", "linear_cross_entropy", "linear_cross_entropy_gradients", "linear_fp8",
-    "linear_int4", "linear_int8", "linear_one_tiling", "linear_residual", "lm_head_argmax", "matmul", "multiply",
-    "norm_linear", "norm_linear_swiglu", "penalise", "qk_norm_rope", "quantise_fp8", "quantise_int4",
-    "quantise_int8", "rms_norm", "rope", "sample", "select", "softmax", "swiglu", "use",
+    "CONTRACTS", "OPERATORS", "Choice", "adamw", "add", "add_bias", "add_rms_norm", "advance_rows", "argmax",
+    "as_tensor", "attention", "attention_decode", "attention_full", "attention_prefill", "attention_step",
+    "attention_varlen", "batch_invariant", "causal_softmax", "cross_entropy", "dequantise_fp8", "dequantise_int4",
+    "dequantise_int8", "embedding", "kv_store", "kv_store_paged", "ledger", "linear", "linear_cross_entropy",
+    "linear_cross_entropy_gradients", "linear_fp8", "linear_int4", "linear_int8", "linear_one_tiling",
+    "linear_residual", "lm_head_argmax", "matmul", "multiply", "norm_linear", "norm_linear_swiglu", "overlapped",
+    "penalise", "qk_norm_rope", "quantise_fp8", "quantise_int4", "quantise_int8", "rms_norm", "rope", "sample",
+    "select", "softmax", "swiglu", "use",
 ]  # fmt: skip

@@ -54,10 +54,11 @@ def attention_prefill(
     return PREFILL(q, k_pages, v_pages, page_table, positions, scale, split, out=out, sink=sink)
 
 
-def _reference(
+def attention_reference(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, positions: Tensor, scale: float, split: int,
     sink: Sink = None,
 ) -> Tensor:  # fmt: skip
+    """Return attention by its formula, row by row, split by split."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for a, length in enumerate((positions.amax(dim=1) + 1).tolist() if positions.numel() else []):
         if length > 0:
@@ -107,7 +108,7 @@ def _walk(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: flo
     return context.view(G, T, H // G, D).transpose(0, 1).reshape(T, H, D).to(q.dtype)
 
 
-def _draw_positions(shape: tuple[int, ...], sizes: Sizes, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def draw_run(shape: tuple[int, ...], sizes: Sizes, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Draw runs of positions, each row's from a place of its own, the last row's first one idle where it has two."""
     first = torch.randint(sizes["N"] * sizes["S"] - shape[1] + 1, (shape[0], 1), generator=generator)
     positions = first + torch.arange(shape[1])
@@ -131,10 +132,11 @@ _FEW = Rule(
 def _operator(name: str, rules: tuple[Rule, ...], *sizes: str) -> Operator:
     return Operator(Contract(
         name=name, args=(
-            Arg("q", "ATHD"), pages("k_pages"), pages("v_pages"), TABLE, Arg("positions", "AT", _draw_positions, INT64),
+            Arg("q", "ATHD"), pages("k_pages"), pages("v_pages"), TABLE, Arg("positions", "AT", draw_run, INT64),
         ),
-        results=(Arg("context", "ATHD"),), scalars={"scale": 0.125, "split": 32}, rules=rules, reference=_reference,
-        levels=TRITON, invariant=("reference", "triton"), sink=("scores",), sizes=cases(*sizes),
+        results=(Arg("context", "ATHD"),), scalars={"scale": 0.125, "split": 32}, rules=rules,
+        reference=attention_reference, levels=TRITON, invariant=("reference", "triton"), sink=("scores",),
+        sizes=cases(*sizes),
         forward=rounded(2e-5, 2e-5, wide=8e-4),
         traffic=lambda s, item: 2 * item * (numel(s, "ATHD") + s["A"] * s["N"] * numel(s, "SGD")),
         num_flops=lambda s: 4 * numel(s, "ATHD") * s["N"] * s["S"],

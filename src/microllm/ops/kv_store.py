@@ -53,9 +53,10 @@ def _reference(cache: Tensor, values: Tensor, positions: Tensor) -> None:
     _put(cache, (torch.arange(cache.shape[0], device=cache.device)[:, None], positions), values)
 
 
-def _paged_reference(
+def store_reference(
     k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, page_table: Tensor, positions: Tensor
 ) -> None:
+    """Write to the pages by indexed assignment."""
     size, active = k_pages.shape[1], positions >= 0
     page = page_table.long().gather(1, positions.clamp(min=0) // size)
     place = page[active], (positions % size)[active]
@@ -126,7 +127,7 @@ KV_STORE_PAGED = Operator(Contract(
         pages("k_pages", mutated=True), pages("v_pages", mutated=True), Arg("k", "ATGD"), Arg("v", "ATGD"),
         TABLE, Arg("positions", "AT", _distinct, INT64),
     ),
-    rules=page_rules(0, 4), reference=_paged_reference, levels=TRITON, forward=EXACT,
+    rules=page_rules(0, 4), reference=store_reference, levels=TRITON, forward=EXACT,
     sizes=cases("P9 S4 A3 N2 T5 G2 D16", "P1 S1 A1 N1 T1 G1 D1"),
     traffic=lambda s, item: 4 * numel(s, "ATGD") * item, num_flops=lambda s: 0,
 ))  # fmt: skip

@@ -74,9 +74,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((turned.to(x.dtype), rest), dim=-1) if rest.shape[-1] else turned.to(x.dtype)
 
 
-def _reference(
+def rope_reference(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
+    """Return q and k turned, by the formula."""
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
     cos, sin = cos.unsqueeze(2), -sin.unsqueeze(2) if inverse else sin.unsqueeze(2)
@@ -96,7 +97,7 @@ def _norm_rope_reference(
     q, k = norm_reference(q, q_weight, eps), norm_reference(k, k_weight, eps)
     if sink is not None:
         sink.update(q_normed=q, k_normed=k)
-    return _reference(q, k, cos, sin, positions, interleaved, False)
+    return rope_reference(q, k, cos, sin, positions, interleaved, False)
 
 
 def _angles(shape: tuple[int, ...], sizes: Sizes, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -133,7 +134,7 @@ _SIZES = cases("B2 T7 H6 G2 D64 P32", "B1 T1 H1 G1 D2 P1", "B1 T0 H2 G1 D4 P2", 
 
 ROPE = Operator(Contract(
     name="rope", args=(*_HEADS, *_ANGLES), results=_TURNED, scalars={"interleaved": False, "inverse": False},
-    rules=_RULES, reference=_reference, autograd=(_backward, saving(2, 3, 4)), sizes=_SIZES,
+    rules=_RULES, reference=rope_reference, autograd=(_backward, saving(2, 3, 4)), sizes=_SIZES,
     forward=rounded(2e-5, 2e-5), backward=rounded(3e-5, 3e-5), levels=TRITON, invariant=("triton",),
     num_flops=lambda s: 3 * (numel(s, "BTHD") + numel(s, "BTGD")),
 ))  # fmt: skip

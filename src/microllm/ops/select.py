@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -95,6 +96,27 @@ def batch_invariant() -> Iterator[None]:
 def is_batch_invariant() -> bool:
     """Say whether a call made now is inside ``batch_invariant``."""
     return bool(_one_order)
+
+
+_overlapped: ContextVar[bool] = ContextVar("overlapped", default=False)
+
+
+@contextmanager
+def overlapped() -> Iterator[None]:
+    """Let kernels launched inside begin, and read weights, before the one ahead ends (programmatic dependent launch).
+
+    Only for a step in which nothing writes weights: they are read before the kernel waits for its inputs.
+    """
+    token = _overlapped.set(True)
+    try:
+        yield
+    finally:
+        _overlapped.reset(token)
+
+
+def is_overlapped() -> bool:
+    """Say whether a call made now is inside ``overlapped``."""
+    return _overlapped.get()
 
 
 _choice = cache(Choice)

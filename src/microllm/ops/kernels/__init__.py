@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from microllm.ops.kernels import (
     adamw,
+    advance,
     argmax,
     attention_decode,
     attention_prefill,
+    attention_step,
     cross_entropy,
     kv_store,
     linear,
@@ -40,6 +42,7 @@ KERNELS: dict[str, Kernel] = {
     "cross_entropy": Kernel(cross_entropy.run, cross_entropy.suits),
     "cross_entropy_backward": Kernel(cross_entropy.run_backward, cross_entropy.suits_backward),
     "adamw": Kernel(adamw.run, adamw.suits),
+    "advance_rows": Kernel(advance.run, advance.suits),
     "quantise_int8": Kernel(quantise.run_to_int8, quantise.suits),
     "quantise_fp8": Kernel(quantise.run_to_fp8, quantise.suits),
     "quantise_fp8_fnuz": Kernel(quantise.run_to_fp8_fnuz, quantise.suits),
@@ -64,6 +67,7 @@ KERNELS: dict[str, Kernel] = {
     "kv_store_paged": Kernel(kv_store.run, kv_store.suits),
     "attention_decode": Kernel(attention_decode.run, attention_decode.suits),
     "attention_prefill": Kernel(attention_prefill.run, attention_prefill.suits),
+    "attention_step": Kernel(attention_step.run, attention_step.suits),
 }
 """Every kernel by its operator's name."""
 
@@ -73,6 +77,7 @@ COMPILED: dict[str, tuple[Compiled, ...]] = {
     "swiglu": swiglu.COMPILED,
     "cross_entropy": cross_entropy.COMPILED,
     "adamw": adamw.COMPILED,
+    "advance": advance.COMPILED,
     "quantise": quantise.COMPILED,
     "linear": linear.COMPILED,
     "linear_quantised": linear_quantised.COMPILED,
@@ -81,6 +86,7 @@ COMPILED: dict[str, tuple[Compiled, ...]] = {
     "kv_store": kv_store.COMPILED,
     "attention_decode": attention_decode.COMPILED,
     "attention_prefill": attention_prefill.COMPILED,
+    "attention_step": attention_step.COMPILED,
 }
 """What is compiled ahead of time, by file."""
 

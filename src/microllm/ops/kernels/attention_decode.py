@@ -32,7 +32,7 @@ NUM_PROGRAMS = 528
 
 
 @triton.jit
-def _splits(positions_ptr, positions_stride, A, T, SPLIT: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr):
+def splits_of(positions_ptr, positions_stride, A, T, SPLIT: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr):
     """Return, for each row, its length and how many splits it has: one at least, which writes an idle row's zeros."""
     a, t = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_T)
     at = a.to(tl.int64)[:, None] * positions_stride + t[None, :]
@@ -42,7 +42,7 @@ def _splits(positions_ptr, positions_stride, A, T, SPLIT: tl.constexpr, BLOCK_A:
 
 
 @triton.jit
-def _join(parts, sums, num_splits, num_rows, there, M: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr):
+def join(parts, sums, num_splits, num_rows, there, M: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr):
     """Return the joined total and context of a tile's splits, one by one in their order, AHEAD of them in flight."""
     row, d = tl.arange(0, M), tl.arange(0, BLOCK_D)
     best = tl.full([M], float("-inf"), tl.float32)
@@ -68,7 +68,7 @@ def _join(parts, sums, num_splits, num_rows, there, M: tl.constexpr, BLOCK_D: tl
 
 
 @triton.jit
-def _hand_in(
+def hand_in(
     parts, sums, done, split, num_splits, num_rows, there, best, total, context, M: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """Store a split's part and say so; return whether it was the last one, whose program joins them all."""
@@ -98,7 +98,7 @@ def attention_decode_kernel(
         tl.extra.cuda.gdc_wait()
     dtype: tl.constexpr = tl.float32 if FP32 else q_ptr.dtype.element_ty
     rows, d = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_D)
-    lengths, counts = _splits(positions_ptr, positions_stride, A, T, SPLIT, BLOCK_A, BLOCK_T)
+    lengths, counts = splits_of(positions_ptr, positions_stride, A, T, SPLIT, BLOCK_A, BLOCK_T)
     ends = tl.cumsum(counts, 0)
     lanes, num_rows = (T * R + 15) // 16 * G, tl.minimum(T * R, 16)
     num_items = tl.sum(counts, 0) * lanes
@@ -126,8 +126,8 @@ def attention_decode_kernel(
         else:
             done, first = done_ptr + a * lanes + lane, (a * lanes + lane) * max_splits * num_rows
             parts, sums = parts_ptr + first * BLOCK_D, sums_ptr + first * 2
-            if _hand_in(parts, sums, done, split, num_splits, num_rows, t < T, best, total, context, 16, BLOCK_D):
-                whole, joined = _join(parts, sums, num_splits, num_rows, t < T, 16, BLOCK_D, AHEAD)
+            if hand_in(parts, sums, done, split, num_splits, num_rows, t < T, best, total, context, 16, BLOCK_D):
+                whole, joined = join(parts, sums, num_splits, num_rows, t < T, 16, BLOCK_D, AHEAD)
                 write(out, out_at, t < T, joined, whole, D, BLOCK_D)
                 tl.store(done, 0)
         item += tl.num_programs(0)
@@ -162,7 +162,7 @@ def run(
     part_rows = triton.next_power_of_2(lanes * max_splits * min(TILE, T * H // G)) if max_splits > 1 else 1
     parts = scratch(q.device, stream, "attention_decode", part_rows * sizes["BLOCK_D"])
     sums = scratch(q.device, stream, "attention_decode_sums", part_rows * 2)
-    done = _zeros(q.device, stream, triton.next_power_of_2(lanes))
+    done = zeros(q.device, stream, triton.next_power_of_2(lanes))
     attention_decode_kernel[(min(lanes * max_splits, NUM_PROGRAMS),)](
         q, k_pages, v_pages, page_table, positions, context, scores, parts, sums, done, A, T, max_splits,
         *q.stride()[:3], *k_pages.stride()[:3], page_table.stride(0), positions.stride(0), *context.stride()[:3],
@@ -186,7 +186,7 @@ def num_warps(sizes: dict[str, int]) -> int:
 
 
 @cache
-def _zeros(device: torch.device, stream: int, count: int) -> Tensor:
+def zeros(device: torch.device, stream: int, count: int) -> Tensor:
     """Return the counters of a stream: how many splits of a tile are done, 0 between launches."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 

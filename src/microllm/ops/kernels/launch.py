@@ -5,15 +5,14 @@ Place: imported by every file in ``kernels/``. Holds no kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from microllm.ops.select import is_overlapped
 from microllm.ops.target import target_of
 
 
@@ -51,25 +50,9 @@ def row_stride(x: Tensor | None) -> int:
     return x.shape[-1] if x.is_contiguous() else x.stride(-2)
 
 
-_overlapped: ContextVar[bool] = ContextVar("overlapped", default=False)
-
-
-@contextmanager
-def overlapped() -> Iterator[None]:
-    """Let kernels launched inside begin, and read weights, before the one ahead ends (PDL).
-
-    Only for a step in which nothing writes weights: they are read before the kernel waits for its inputs.
-    """
-    token = _overlapped.set(True)
-    try:
-        yield
-    finally:
-        _overlapped.reset(token)
-
-
 def pdl(device: torch.device) -> bool:
     """Say whether a kernel launched now on ``device`` takes part in overlapped launches."""
-    return _overlapped.get() and target_of(device).pdl
+    return is_overlapped() and target_of(device).pdl
 
 
 def overlapping(overlap: bool) -> dict[str, bool]:

@@ -1,0 +1,198 @@
+"""A decode step's attention in one launch: ``attention_decode`` that turns its queries and stores its own keys first.
+
+Whoever walks the split in which a new token lies writes its key and value before it reads them back, so that no other
+program waits for them; the tiles of a row's further queries write the same bytes again. Queries are turned by everyone.
+
+Axes:    A = rows, T = queries a row, H = query heads, G = KV heads, R = H / G, D = head dim, P = pairs of a head;
+         S = slots a page
+Bytes:   those of ``attention_decode``, and q, k, v once for each split
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from microllm.ops.contract import Out, Outs
+from microllm.ops.kernels.attention_decode import (
+    MAX_ROWS,
+    NUM_PROGRAMS,
+    TILE,
+    blocks,
+    hand_in,
+    join,
+    num_warps,
+    splits_of,
+    zeros,
+)
+from microllm.ops.kernels.fp8 import encode_e4m3
+from microllm.ops.kernels.launch import Compiled, overlapping, pdl, scratch, stream_of
+from microllm.ops.kernels.pages import MAX_D, alike, as_stored, takes_fp32, walk, write
+from microllm.ops.target import target_of
+
+
+@triton.jit
+def _turned(
+    x_ptr, at, ok, position, weight_ptr, cos_ptr, sin_ptr, angle_stride, C, EPS: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return rows of x [M, BLOCK_D], normed where there is a weight, turned by their positions, rounded."""
+    d = tl.arange(0, BLOCK_D)
+    other = tl.where(d < P, d + P, tl.where(d < 2 * P, d - P, d))
+    there = ok[:, None] & (d < D)[None, :]
+    x = tl.load(x_ptr + at[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + at[:, None] + other[None, :], mask=there, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    if weight_ptr is not None:
+        scale = tl.rsqrt(tl.sum(x * x, 1) * (1.0 / D) + EPS)[:, None]
+        w = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        w_other = tl.load(weight_ptr + other, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        x = ((x * scale).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
+        y = ((y * scale).to(dtype).to(tl.float32) * w_other).to(dtype).to(tl.float32)
+    angle = tl.minimum(tl.maximum(position, 0), C - 1)[:, None] * angle_stride + (d % P)[None, :]
+    turns = ok[:, None] & (d < 2 * P)[None, :]
+    cos = tl.load(cos_ptr + angle, mask=turns, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)
+    return (x * cos + y * tl.where(d < P, -1.0, 1.0)[None, :] * sin).to(dtype)
+
+
+@triton.jit
+def _put(pages_ptr, at, x, ok, FORMAT: tl.constexpr):
+    if FORMAT == 0:
+        tl.store(pages_ptr + at, x.to(tl.float32).to(pages_ptr.dtype.element_ty), mask=ok)
+    else:
+        tl.store(pages_ptr + at, encode_e4m3(x.to(tl.float32), FORMAT == 2), mask=ok)
+
+
+@triton.jit(do_not_specialize=["A", "T", "C", "max_splits"])
+def attention_step_kernel(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, k_pages, v_pages, table_ptr, positions_ptr, q_weight, k_weight, out_ptr,
+    parts_ptr, sums_ptr, done_ptr, A, T, C, max_splits,
+    q_row, q_token, q_head, k_row, k_token, k_head, page_stride, slot_stride, group_stride, table_stride,
+    positions_stride, angle_stride, out_row, out_token, out_head,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr, SPLIT: tl.constexpr,
+    SCALE: tl.constexpr, EPS: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BLOCK_A: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Take turns at all splits of all rows; grid (any number of programs,). ``done`` is 0 before and after.
+
+    Parts:   as ``attention_decode_kernel``'s
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    dtype: tl.constexpr = tl.float32 if FP32 else q_ptr.dtype.element_ty
+    rows, d, new = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_T)
+    lengths, counts = splits_of(positions_ptr, positions_stride, A, T, SPLIT, BLOCK_A, BLOCK_T)
+    ends = tl.cumsum(counts, 0)
+    lanes, num_rows = (T * R + 15) // 16 * G, tl.minimum(T * R, 16)
+    num_items = tl.sum(counts, 0) * lanes
+    item = tl.program_id(0)
+    while item < num_items:
+        turn, lane = item // lanes, item % lanes
+        a = tl.sum((ends <= turn).to(tl.int32), 0).to(tl.int64)
+        split = turn - tl.sum(tl.where(ends <= turn, counts, 0), 0)
+        num_splits, length = tl.sum(tl.where(rows == a, counts, 0), 0), tl.sum(tl.where(rows == a, lengths, 0), 0)
+        g, row = lane % G, lane // G * 16 + tl.arange(0, 16)
+        t, h = row // R, g * R + row % R
+        last = tl.load(positions_ptr + a * positions_stride + t, mask=t < T, other=-1).to(tl.int32)
+        q = _turned(
+            q_ptr, a * q_row + t * q_token + h * q_head, t < T, last, q_weight, cos_ptr, sin_ptr, angle_stride, C, EPS,
+            D, P, BLOCK_D,
+        ).to(dtype)  # fmt: skip
+        page_row = table_ptr + a * table_stride
+        position = tl.load(positions_ptr + a * positions_stride + new, mask=new < T, other=-1).to(tl.int32)
+        mine = (position >= split * SPLIT) & (position < split * SPLIT + SPLIT)
+        if tl.sum(mine.to(tl.int32), 0) > 0:
+            at = a * k_row + new * k_token + g * k_head
+            k = _turned(k_ptr, at, mine, position, k_weight, cos_ptr, sin_ptr, angle_stride, C, EPS, D, P, BLOCK_D)
+            there = mine[:, None] & (d < D)[None, :]
+            v = tl.load(v_ptr + at[:, None] + d[None, :], mask=there, other=0.0)
+            page = tl.load(page_row + position // S, mask=mine, other=0).to(tl.int64)
+            slot = (page * page_stride + (position % S) * slot_stride)[:, None] + g * group_stride + d[None, :]
+            _put(k_pages, slot, k, there, FORMAT)
+            _put(v_pages, slot, v, there, FORMAT)
+            tl.debug_barrier()  # every thread's part of the new key before any of them reads it
+        best, total, context = walk(
+            q, k_pages + g * group_stride, v_pages + g * group_stride, None, page_row, t, last, split * SPLIT,
+            tl.minimum(split * SPLIT + SPLIT, length), page_stride, slot_stride, S, D, SCALE, FORMAT, 16, BLOCK_D,
+            BLOCK_K,
+        )  # fmt: skip
+        out, out_at = out_ptr + a * out_row, t * out_token + h * out_head
+        if num_splits == 1:
+            write(out, out_at, t < T, context, total, D, BLOCK_D)
+        else:
+            done, first = done_ptr + a * lanes + lane, (a * lanes + lane) * max_splits * num_rows
+            parts, sums = parts_ptr + first * BLOCK_D, sums_ptr + first * 2
+            if hand_in(parts, sums, done, split, num_splits, num_rows, t < T, best, total, context, 16, BLOCK_D):
+                whole, joined = join(parts, sums, num_splits, num_rows, t < T, 16, BLOCK_D, AHEAD)
+                write(out, out_at, t < T, joined, whole, D, BLOCK_D)
+                tl.store(done, 0)
+        item += tl.num_programs(0)
+
+
+def suits(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, *_: object
+) -> tuple[bool, str]:
+    """Say whether heads and rows are of a size that the kernel takes, and k's offsets are v's."""
+    if not (alike(k, v) and alike(k_pages, v_pages) and alike(cos, sin)):
+        return False, "k and v, their pages, or cos and sin lie differently"
+    fits = q.shape[3] <= MAX_D and q.shape[0] <= MAX_ROWS and cos.shape[1] > 0
+    return fits, f"keys read once a group; heads up to {MAX_D} with a pair or more, at most {MAX_ROWS} rows"
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor,
+    positions: Tensor, q_weight: Out, k_weight: Out, scale: float, eps: float, split: int, *, out: Outs = None,
+) -> Tensor:  # fmt: skip
+    """Run ``attention_step``."""
+    A, T, H, D = q.shape
+    S, G = k_pages.shape[1:3]
+    context = q.new_empty(q.shape) if out is None else out[0]
+    if not q.numel():
+        return context
+    (k_pages, form), (v_pages, _) = (as_stored(pages, target_of(q.device)) for pages in (k_pages, v_pages))
+    fp32, overlap, stream = takes_fp32(q, k_pages), pdl(q.device), stream_of(q)
+    sizes = blocks(D, split, fp32=fp32, fp8=k_pages.dtype.itemsize == 1)
+    lanes = A * G * triton.cdiv(T * H // G, TILE)
+    max_splits = max(1, triton.cdiv(page_table.shape[1] * S, split))
+    part_rows = triton.next_power_of_2(lanes * max_splits * min(TILE, T * H // G)) if max_splits > 1 else 1
+    parts = scratch(q.device, stream, "attention_decode", part_rows * sizes["BLOCK_D"])
+    sums = scratch(q.device, stream, "attention_decode_sums", part_rows * 2)
+    done = zeros(q.device, stream, triton.next_power_of_2(lanes))
+    attention_step_kernel[(min(lanes * max_splits, NUM_PROGRAMS),)](
+        q, k, v, cos, sin, k_pages, v_pages, page_table, positions, q_weight, k_weight, context, parts, sums, done,
+        A, T, cos.shape[0], max_splits, *q.stride()[:3], *k.stride()[:3], *k_pages.stride()[:3], page_table.stride(0),
+        positions.stride(0), cos.stride(0), *context.stride()[:3],
+        G=G, R=H // G, D=D, P=cos.shape[1], S=S, SPLIT=split, SCALE=scale, EPS=eps,
+        FORMAT=form, FP32=fp32, BLOCK_A=triton.next_power_of_2(A), BLOCK_T=triton.next_power_of_2(T), **sizes,
+        PDL=overlap, num_warps=num_warps(sizes), num_stages=2, **overlapping(overlap),
+    )  # fmt: skip
+    return context
+
+
+def _compiled() -> tuple[Compiled, ...]:
+    strides = ("q_row", "q_token", "q_head", "k_row", "k_token", "k_head", "page_stride", "slot_stride")
+    numbers = dict.fromkeys((*strides, "group_stride", "out_row", "out_token", "out_head"), "i32:16")
+    plain = ("A", "T", "C", "max_splits", "table_stride", "positions_stride", "angle_stride")
+    numbers |= dict.fromkeys(plain, "i32")
+    given = {"table_ptr": "*i32", "positions_ptr": "*i64", "done_ptr": "*i32"}
+    given |= dict.fromkeys(("parts_ptr", "sums_ptr", "cos_ptr", "sin_ptr"), "*fp32")
+    cases = []
+    for G, R, D, rows, queries, normed, pages, form in (
+        (2, 7, 64, 1, 1, False, "*bf16", 0), (8, 2, 128, 64, 1, True, "*bf16", 0), (2, 6, 128, 1, 8, False, "*bf16", 0),
+        (8, 2, 128, 8, 1, True, "*u8", 1), (3, 3, 64, 256, 1, False, "*bf16", 0),
+    ):  # fmt: skip
+        sizes = blocks(D, 256, fp32=False, fp8="8" in pages)
+        heads = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
+        heads |= dict.fromkeys(("q_weight", "k_weight") if normed else (), "*bf16")
+        absent = {} if normed else {"q_weight": None, "k_weight": None}
+        signature = heads | {"k_pages": pages, "v_pages": pages} | given | numbers
+        fixed = {"G": G, "R": R, "D": D, "P": D // 2, "S": 16, "SPLIT": 256, "SCALE": D**-0.5, "EPS": 1e-6} | absent
+        fixed |= {"FORMAT": form, "FP32": False, "BLOCK_A": rows, "BLOCK_T": queries, "PDL": True, **sizes}
+        cases.append(Compiled(attention_step_kernel, signature, fixed, num_warps(sizes), 2, ("pdl",)))
+    return tuple(cases)
+
+
+COMPILED = _compiled()
