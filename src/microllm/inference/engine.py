@@ -8,16 +8,18 @@ A life of a request, in order: ``Engine.add``, ``Scheduler.submit``, ``Scheduler
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import overload
 
 from microllm.errors import ConfigError, RequestError
+from microllm.inference.bursts import Bursts, count_tokens
 from microllm.inference.completion import Completion, StreamPiece
 from microllm.inference.draft_model import ModelProposer
 from microllm.inference.engine_config import EngineConfig
+from microllm.inference.graph_runner import BURST_STEPS, GraphRunner
 from microllm.inference.llm import LLM, PACKED_PRECISIONS, Prompt, as_batch, checked_params, choose_device, one_choice
 from microllm.inference.request import Request
 from microllm.inference.runner import ModelRunner
@@ -85,11 +87,17 @@ class Engine:
         )  # fmt: skip
         self.pool = PagePool(llm.config, num_pages, page_tokens=config.page_tokens, dtypes=dtypes, device=llm.device)
         deterministic = llm.device.type == "cpu" if config.deterministic is None else config.deterministic
-        self._runner = ModelRunner(
+        self._runner = (GraphRunner if llm.device.type == "cuda" else ModelRunner)(
             model, self.pool, num_slots=config.num_rows, context=context, deterministic=deterministic,
             max_drafts=config.speculate,
         )  # fmt: skip
+        num_tokens = count_tokens(llm.config.vocab_size, llm.banned_ids)
         self.scheduler = Scheduler(PageAllocator(num_pages), config, same_bits=self._runner.same_bits)
+        self._bursts = (
+            Bursts(self._runner, self.scheduler, num_tokens)
+            if isinstance(self._runner, GraphRunner) and num_tokens and not config.diagnose else None
+        )  # fmt: skip
+        self._touched: list[Request] = []
         self.context = context
         self.lock = threading.RLock()
         self._num_requests = self._num_steps = 0
@@ -105,17 +113,25 @@ class Engine:
         return self._submit([prompt], checked_params(params), salt)
 
     def step(self) -> list[Request]:
-        """Run one step; return the requests that got a token or ended in it, none when there is nothing to do."""
+        """Run one step; return the requests that got a token or ended in it, none when there is nothing to do.
+
+        On a GPU a step may be a burst of several, whose tokens come together.
+        """
         with self.lock:
+            if self._bursts is not None and self._bursts.under_way:
+                return self._land(self._bursts.land)
+            touched, self._touched = self._touched, []
             for request in [r for r in self.scheduler.running if r.finish_reason is not None]:
                 self._end(request)  # an exception in the last step came between its end and this
             chunks = self.scheduler.plan()
             if not chunks:
-                return []
+                return touched
+            if self._bursts is not None and self._bursts.begin(chunks):
+                return touched + self._land(self._bursts.land)
             for chunk in chunks:
                 if chunk.start == chunk.request.cached_prefix_tokens and not chunk.request.preemptions:
                     chunk.request.sequence.start()
-            touched = [chunk.request for chunk in chunks if chunk.reaches_end]
+            touched += [chunk.request for chunk in chunks if chunk.reaches_end]
             logits, firsts = self._runner.run(chunks)
             num_kept = accept_tokens(
                 chunks, logits, firsts, row_by_row=self._runner.same_bits,
@@ -135,6 +151,10 @@ class Engine:
             RequestError: it is another engine's.
         """
         with self.lock:
+            if request.state == "finished":
+                return
+            if self._bursts is not None and self._bursts.under_way:
+                self._touched += self._land(self._bursts.drain)
             if request.state == "finished":
                 return
             if request not in self.scheduler.running and request not in self.scheduler.waiting:
@@ -232,6 +252,15 @@ class Engine:
                 f"(the engine's max_context is {self.context}); shorten it or raise max_context"
             )
         sequence.max_new_tokens = min(sequence.max_new_tokens, room)
+
+    def _land(self, bursts: Callable[[], list[Request]]) -> list[Request]:
+        """Hand out tokens of bursts; end the requests that are through, once no burst runs over their pages."""
+        touched = bursts()
+        self._num_steps += BURST_STEPS
+        if self._bursts is not None and not self._bursts.under_way:
+            for request in [r for r in self.scheduler.running if r.finish_reason is not None]:
+                self._end(request)
+        return touched
 
     def _end(self, request: Request) -> None:
         self.scheduler.remove(request)

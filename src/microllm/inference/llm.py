@@ -263,7 +263,7 @@ class LLM:
         return Score(token_ids=ids, logprobs=logprobs, sum_logprob=total, num_tokens=count, perplexity=perplexity)
 
     @cached_property
-    def _banned_ids(self) -> Tensor | None:
+    def banned_ids(self) -> Tensor | None:
         """Return the rows of the vocabulary that are no token of the tokenizer: padding."""
         unknown = ~self.tokenizer.known_ids_mask(self.config.vocab_size)
         return unknown.nonzero()[:, 0].to(self.device) if bool(unknown.any()) else None
@@ -283,7 +283,7 @@ class LLM:
             sequences += [
                 GeneratedSequence(
                     ids, params, self.tokenizer, seed=seed, choice=choice, eos_ids=self.eos_ids,
-                    context=self.config.max_position_embeddings, banned_ids=self._banned_ids,
+                    context=self.config.max_position_embeddings, banned_ids=self.banned_ids,
                 )
                 for choice in range(params.n)
             ]  # fmt: skip

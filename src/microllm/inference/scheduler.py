@@ -108,14 +108,32 @@ class Scheduler:
             self._publish(request)
         if request.finish_reason is not None:
             return self.remove(request)
-        kept = self._pages(request.num_computed)
-        self.allocator.release(request.pages[kept:])
-        del request.pages[kept:]
-        request.num_tabled = min(request.num_tabled, kept)
+        self.settle(request)
         answered = request.num_computed + 1 == request.num_tokens or not self._same_bits
         if request.num_computed >= request.prompt_length and answered:
             request.state = "decoding"
         return None
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Give a decoding request pages for its first ``num_tokens`` tokens; False, and none, where they are short."""
+        need = self._pages(num_tokens) - len(request.pages)
+        if need > self._unreserved():
+            return False
+        self._take(request, num_tokens)
+        return True
+
+    def keep(self, request: Request, num_kept: int) -> None:
+        """Note that a burst ran and that ``num_kept`` more of its tokens are the request's own."""
+        request.num_computed += num_kept
+        if request.finish_reason != "error":
+            self._publish(request)
+
+    def settle(self, request: Request) -> None:
+        """Give back the pages that a request took ahead of its tokens."""
+        kept = self._pages(request.num_computed)
+        self.allocator.release(request.pages[kept:])
+        del request.pages[kept:]
+        request.num_tabled = min(request.num_tabled, kept)
 
     def remove(self, request: Request) -> None:
         """Take a finished request out, wherever it is; its pages are free at once."""

@@ -53,8 +53,13 @@ class Sampler:
     @property
     def edits(self) -> bool:
         """Return whether this row's next logits need a change before a token is chosen."""
-        banned = self._banned_ids is not None or (bool(self._stop_ids) and self._too_short)
-        return banned or self._has_penalties or bool(self.params.logit_bias)
+        return self._banned_ids is not None or self.edits_by_request
+
+    @property
+    def edits_by_request(self) -> bool:
+        """Return whether that is so for more than the ids that are no token."""
+        held = bool(self._stop_ids) and self._too_short
+        return held or self._has_penalties or bool(self.params.logit_bias)
 
     @property
     def takes_top(self) -> bool:

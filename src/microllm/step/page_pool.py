@@ -154,22 +154,28 @@ class PageTables:
     """
 
     def __init__(self, num_slots: int, pages_a_row: int, device: torch.device | str = "cpu") -> None:
-        self._host_RN = torch.zeros(num_slots, pages_a_row, dtype=torch.int32)
+        on_gpu = torch.device(device).type == "cuda"
+        self._host_RN = torch.zeros(num_slots, pages_a_row, dtype=torch.int32, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
         self._device_RN = self._host_RN.to(device)
         self._changed = False
 
     def write(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Set a slot's entries from number ``first`` on."""
         if pages:
+            if self._copied is not None and not self._changed:
+                self._copied.synchronize()  # the last copy may still read the host's side
             self._host_RN[slot, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int32)
             self._changed = True
 
-    def rows(self, slots_A: Tensor) -> Tensor:
+    def rows(self, slots_A: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the tables of some slots.
 
         Shapes:  slots [A] int64 on the device -> [A, N] int32
         """
         if self._changed:
-            self._device_RN.copy_(self._host_RN)
+            self._device_RN.copy_(self._host_RN, non_blocking=True)
+            if self._copied is not None:
+                self._copied.record(torch.cuda.current_stream(self._device_RN.device))
             self._changed = False
-        return self._device_RN[slots_A]
+        return torch.index_select(self._device_RN, 0, slots_A, out=out)

@@ -1,0 +1,218 @@
+"""Run a GPU's steps as captured graphs: decoding rows in one replay, and several steps ahead where nothing hinders.
+
+Place: the engine's runner on a GPU, with ``ModelRunner.run``'s interface and bursts besides; ``paged_forward.py`` is
+what it captures. A graph stands for a number of rows (a bucket), tokens a row, and how tokens are chosen: it is
+captured when first met, serves any lengths, and its inputs are written before it is replayed. On a CPU the same code
+runs uncaptured, for tests and debugging.
+
+A burst is several steps without a word from the host: each leaves its tokens in a history, and feeds the next.
+
+Axes:    A = rows, T = tokens a row, V = vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from microllm import ops
+from microllm.inference.paged_forward import Arena, PagedForward
+from microllm.inference.scheduler import Chunk
+from microllm.model import Transformer
+from microllm.step import DecodeRow, DecodeRows, Graphs, PagePool, PageTables, RowGroup, TokenReader, bucket
+
+BURST_STEPS = 4
+"""Steps of a burst: a few times the host's work for one, and little to throw away when a row ends within."""
+Choosing = Literal["greedy", "sampled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A captured pass: its inputs, what runs it, and the logits that it leaves."""
+
+    group: RowGroup
+    arena: Arena
+    replay: Callable[[], object]
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedBurst:
+    """A captured step that feeds itself."""
+
+    rows: DecodeRows
+    arena: Arena
+    replay: Callable[[], object]
+
+
+class GraphRunner:
+    """A model with a page pool, on a GPU."""
+
+    same_bits = False
+
+    def __init__(
+        self, model: Transformer, pool: PagePool, *, num_slots: int, context: int, deterministic: bool,
+        max_drafts: int, captures: bool = True,
+    ) -> None:  # fmt: skip
+        self.model, self.device = model, model.norm.weight.device
+        self.forward = PagedForward(model, pool, context=context, one_tiling=deterministic)
+        self.graphs = Graphs(self.device, enabled=captures)
+        self._deterministic, self._max_drafts = deterministic, max_drafts
+        self._tables = PageTables(num_slots, self.forward.pages_a_row, self.device)
+        self._passes: dict[tuple[int, int, int], Captured] = {}
+        self._bursts: dict[tuple[int, Choosing], CapturedBurst] = {}
+
+    def table(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        """Set a slot's pages from number ``first`` on, for the next step."""
+        self._tables.write(slot, first, pages)
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, list[int]]:
+        """Run a step; return the logits that its chunks want, and at which row those of each chunk begin.
+
+        Shapes:  -> [rows, V] in the model's dtype, a number a chunk
+        """
+        for chunk in chunks:
+            request = chunk.request
+            assert request.slot is not None, "a request that runs has a slot"
+            self.table(request.slot, request.num_tabled, request.pages[request.num_tabled :])
+            request.num_tabled = len(request.pages)
+        parts: list[Tensor] = []
+        starts = [0] * len(chunks)
+        for width in sorted({1, 1 + self._max_drafts}):
+            picked = [
+                i for i, chunk in enumerate(chunks)
+                if chunk.kind == "decode" and (len(chunk.token_ids) > 1) == (width > 1)
+            ]  # fmt: skip
+            if picked:
+                self._decode([chunks[i] for i in picked], width, parts)
+                first = sum(len(part) for part in parts[:-1])
+                for row, i in enumerate(picked):
+                    starts[i] = first + row * width + len(chunks[i].token_ids) - chunks[i].num_logits
+        for i, chunk in enumerate(chunks):
+            if chunk.kind == "prefill":
+                starts[i] = sum(len(part) for part in parts)
+                self._prefill(chunk, parts)
+        if not parts:  # chunks that end within their prompts
+            parts.append(self.model.head_weight_VD.new_empty(0, self.model.head_weight_VD.shape[0]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts), starts
+
+    def choosing(self, rows: Sequence[DecodeRow]) -> Choosing:
+        """Return how a burst of these rows chooses its tokens."""
+        return "sampled" if any(row.temperature > 0 for row in rows) else "greedy"
+
+    @torch.inference_mode()
+    def begin(self, rows: Sequence[DecodeRow], num_tokens: int) -> CapturedBurst:
+        """Give the rows of the bursts that follow, which choose among the vocabulary's first; return what runs them."""
+        burst = self._burst(bucket(len(rows)), self.choosing(rows), num_tokens)
+        burst.rows.fill(rows)
+        return burst
+
+    @torch.inference_mode()
+    def go_on(self, burst: CapturedBurst) -> TokenReader:
+        """Run a burst after what runs already, over the tables as they are now; return what reads its tokens."""
+        self._tables.rows(burst.rows.group.slots, burst.arena.table)
+        burst.rows.rewind()
+        for _ in range(BURST_STEPS):
+            burst.replay()
+        return burst.rows.read()
+
+    def _decode(self, chunks: Sequence[Chunk], width: int, parts: list[Tensor]) -> None:
+        found = self._pass(bucket(len(chunks)), width, -1)
+        self._fill(found, chunks)
+        found.replay()
+        parts.append(found.logits)
+
+    def _prefill(self, chunk: Chunk, parts: list[Tensor]) -> None:
+        """Run a prompt's chunk: captured, its width rounded up, unless several of its tokens want logits."""
+        length, wanted = len(chunk.token_ids), chunk.num_logits
+        if wanted > 1:
+            group = RowGroup(1, length, decodes=False, device=self.device)
+            found = self._captured(group, Arena(self.forward, group, wanted), captures=False)
+        else:
+            found = self._pass(1, padded_width(length), wanted)
+        self._fill(found, [chunk])
+        found.arena.wanted.copy_(torch.arange(length - wanted, length))
+        found.replay()
+        if wanted:
+            parts.append(found.logits.clone() if wanted == 1 else found.logits)
+
+    def _fill(self, found: Captured, chunks: Sequence[Chunk]) -> None:
+        found.group.fill([(cast("int", chunk.request.slot), chunk.start, chunk.token_ids) for chunk in chunks])
+        self._tables.rows(found.group.slots, found.arena.table)
+
+    def _pass(self, num_rows: int, width: int, num_wanted: int) -> Captured:
+        """Return the captured pass of a shape; ``num_wanted`` -1: decoding rows, all of whose logits are wanted."""
+        key = num_rows, width, num_wanted
+        if key not in self._passes:
+            group = RowGroup(num_rows, width, decodes=num_wanted < 0, device=self.device)
+            arena = Arena(self.forward, group, num_rows * width if num_wanted < 0 else num_wanted)
+            if num_wanted < 0:
+                arena.wanted.copy_(torch.arange(num_rows * width))
+            self._passes[key] = self._captured(group, arena, captures=True)
+        return self._passes[key]
+
+    def _captured(self, group: RowGroup, arena: Arena, *, captures: bool) -> Captured:
+        group.fill([])
+        head, forward = self.model.head_weight_VD, self.forward
+        logits = head.new_empty(len(arena.wanted), head.shape[0])
+
+        def step() -> None:
+            with self._context(overlaps=group.decodes):
+                forward.hidden(group, arena)
+                if len(arena.wanted):
+                    forward.logits(forward.last(arena), logits)
+
+        return Captured(group, arena, self.graphs.capture(step) if captures else step, logits)
+
+    def _burst(self, num_rows: int, choosing: Choosing, num_tokens: int) -> CapturedBurst:
+        """Return the captured step of a number of rows, the choice of tokens and the advance of rows in it."""
+        if (num_rows, choosing) in self._bursts:
+            return self._bursts[num_rows, choosing]
+        rows, forward = DecodeRows(num_rows, BURST_STEPS, self.device), self.forward
+        head = self.model.head_weight_VD[:num_tokens]
+        rows.fill([])
+        arena = Arena(forward, rows.group, num_rows)
+        token = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        next_position, ids = torch.zeros_like(token), rows.group.token_ids.view(-1)
+        positions = rows.group.positions.view(-1)
+        logits = head.new_empty(num_rows if choosing == "sampled" else 0, head.shape[0])
+
+        def step() -> None:
+            with self._context(overlaps=True):
+                last = forward.norm(forward.hidden(rows.group, arena), arena.last)
+                if choosing == "greedy":
+                    ops.lm_head_argmax(last, head, out=token)
+                else:
+                    torch.add(positions, 1, out=next_position)
+                    ops.linear(last, head, out=logits)
+                    ops.sample(
+                        logits, temperature=rows.temperature, top_k=rows.top_k, top_p=rows.top_p, min_p=rows.min_p,
+                        seed=rows.seed, choice=rows.choice, position=next_position, out=token,
+                    )  # fmt: skip
+                ops.advance_rows(token, ids, positions, rows.last, rows.history, rows.step)
+
+        rows.rewind()
+        found = CapturedBurst(rows, arena, self.graphs.capture(step))
+        self._bursts[num_rows, choosing] = found
+        return found
+
+    def _context(self, *, overlaps: bool) -> ExitStack:
+        """Return the operators' overlapped launches and their one order of sums, as a step asks for them."""
+        stack = ExitStack()
+        if overlaps:
+            stack.enter_context(ops.overlapped())
+        if self._deterministic:
+            stack.enter_context(ops.batch_invariant())
+        return stack
+
+
+def padded_width(num_tokens: int) -> int:
+    """Return the tokens of the captured chunk that takes ``num_tokens``: at most a quarter more, in sixteens."""
+    step = max(16, 1 << max(0, (num_tokens - 1).bit_length() - 3))
+    return -(-num_tokens // step) * step

@@ -1,0 +1,176 @@
+"""One pass over pages through the fused operators, with weights packed once: what a GPU's step is captured from.
+
+Place: ``graph_runner.py`` captures it; ``runner.py`` runs the same mathematics operator by operator, on a CPU. Packing
+moves no number: q, k and v (gate and up) come to lie one after the other, and the Transformer's own parameters become
+views of them, so that nothing is held twice.
+
+A decoding layer is five launches: norm and QKV, attention (with RoPE, norms of heads and the new keys and values),
+output and residual, norm with gate, up and SwiGLU, down and residual. A prompt's layer goes through the vendor's
+products, and in mode B through one tiling.
+
+Axes:    N = tokens of the step (A rows, T each), D = model dim, H = query heads, G = KV heads, K = head dim,
+         F = FFN dim, C = context, P = pairs of a head, V = vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from microllm import ops
+from microllm.model import Transformer
+from microllm.model.transformer import Block, Linear
+from microllm.step import PagePool, RowGroup
+
+KV_SPLIT = 256
+"""Tokens of a block of keys, counted from position 0."""
+
+
+class PackedBlock(NamedTuple):
+    """A layer's weights as the fused operators take them."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Linear
+
+
+class Arena:
+    """The buffers of one shape of step: nothing is allocated when it runs."""
+
+    def __init__(self, forward: PagedForward, group: RowGroup, num_wanted: int) -> None:
+        config, like = forward.model.config, forward.model.norm.weight
+        N, D, K, F = group.num_rows * group.width, config.hidden_size, config.head_dim, config.intermediate_size
+        H, G = config.num_attention_heads, config.num_key_value_heads
+        self.x, self.y, self.normed = (like.new_empty(N, D) for _ in range(3))
+        self.qkv, self.context = like.new_empty(N, (H + 2 * G) * K), like.new_empty(N, H * K)
+        self.gated = like.new_empty(N, F)
+        many = () if group.decodes else (N,)
+        self.projected, self.gate_up = (like.new_empty(*many, width) for width in (D, 2 * F))
+        self.q, self.k = like.new_empty(*many, H * K), like.new_empty(*many, G * K)
+        self.table = torch.zeros(group.num_rows, forward.pages_a_row, dtype=torch.int32, device=like.device)
+        self.wanted = torch.zeros(num_wanted, dtype=torch.int64, device=like.device)
+        self.picked, self.last = like.new_empty(num_wanted, D), like.new_empty(num_wanted, D)
+
+
+class PagedForward:
+    """A Transformer's weights, packed, over a pool of pages."""
+
+    def __init__(self, model: Transformer, pool: PagePool, *, context: int, one_tiling: bool) -> None:
+        self.model, self.pool, self._config = model, pool, model.config
+        device = model.norm.weight.device
+        self.pages_a_row = -(-context // pool.page_tokens)
+        self.blocks = [pack(cast("Block", block)) for block in model.layers]
+        self._angles = [t[0].contiguous() for t in model.rotary(torch.arange(context, device=device)[None])]
+        self._linear = ops.linear_one_tiling if one_tiling else ops.linear
+        self._scale = model.config.head_dim**-0.5
+
+    def hidden(self, group: RowGroup, arena: Arena) -> Tensor:
+        """Run all layers over a group's tokens and return the stream after them, [N, D], in the arena."""
+        ops.embedding(group.token_ids.flatten(), self.model.embed_tokens.weight, out=arena.x)
+        for layer, block in enumerate(self.blocks):
+            if group.decodes:
+                self._decode(layer, block, group, arena)
+            else:
+                self._prefill(layer, block, group, arena)
+        return arena.x
+
+    def last(self, arena: Arena) -> Tensor:
+        """Return the normed stream of the rows that ``arena.wanted`` names."""
+        torch.index_select(arena.x, 0, arena.wanted, out=arena.picked)
+        return self.norm(arena.picked, arena.last)
+
+    def norm(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return the final norm of the stream."""
+        return self._norm(x, self.model.norm.weight, out)
+
+    def logits(self, last: Tensor, out: Tensor) -> Tensor:
+        """Return the head's product with normed rows."""
+        return ops.linear(last, self.model.head_weight_VD, out=out)
+
+    def _heads(self, qkv: Tensor, group: RowGroup) -> Sequence[Tensor]:
+        """Return a packed projection as views of its queries, keys and values: [A, T, heads, K] each."""
+        heads, groups = self._config.num_attention_heads, self._config.num_key_value_heads
+        return qkv.view(group.num_rows, group.width, -1, self._config.head_dim).split((heads, groups, groups), dim=2)
+
+    def _norm(self, x: Tensor, w: Tensor, out: Tensor) -> Tensor:
+        return ops.rms_norm(x, w, eps=self._config.rms_norm_eps, out=out)
+
+    def _decode(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
+        eps = self._config.rms_norm_eps
+        ops.norm_linear(arena.x, block.input_norm, block.qkv, block.qkv_bias, eps=eps, out=arena.qkv)
+        q, k, v = self._heads(arena.qkv, group)
+        ops.attention_step(
+            q, k, v, *self._angles, self.pool.k_pages[layer], self.pool.v_pages[layer], arena.table, group.positions,
+            block.q_norm, block.k_norm, scale=self._scale, eps=eps, split=KV_SPLIT, out=arena.context.view(q.shape),
+        )  # fmt: skip
+        ops.linear_residual(arena.context, block.o.weight, arena.x, block.o.bias, out=arena.y)
+        ops.norm_linear_swiglu(arena.y, block.post_norm, block.gate_up, block.gate_up_bias, eps=eps, out=arena.gated)
+        ops.linear_residual(arena.gated, block.down.weight, arena.y, block.down.bias, out=arena.x)
+
+    def _prefill(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
+        """Run a layer over prompts; the sums of stream and projection change place with the stream."""
+        eps = self._config.rms_norm_eps
+        if layer == 0:
+            self._norm(arena.x, block.input_norm, arena.normed)
+        self._linear(arena.normed, block.qkv, block.qkv_bias, out=arena.qkv)
+        q, k, v = self._heads(arena.qkv, group)
+        rotated, (cos, sin) = (arena.q.view(q.shape), arena.k.view(k.shape)), self._angles
+        positions = group.positions.clamp(min=0)
+        if block.q_norm is not None and block.k_norm is not None:
+            ops.qk_norm_rope(q, k, block.q_norm, block.k_norm, cos, sin, positions=positions, eps=eps, out=rotated)
+        else:
+            ops.rope(q, k, cos, sin, positions=positions, out=rotated)
+        pages = self.pool.k_pages[layer], self.pool.v_pages[layer]
+        ops.kv_store_paged(*pages, rotated[1], v, arena.table, group.positions)
+        context = arena.context.view_as(rotated[0])
+        ops.attention_prefill(
+            rotated[0], *pages, arena.table, group.positions, scale=self._scale, split=KV_SPLIT, out=context
+        )
+        self._linear(arena.context, block.o.weight, block.o.bias, out=arena.projected)
+        ops.add_rms_norm(arena.x, arena.projected, block.post_norm, eps=eps, out=(arena.y, arena.normed))
+        self._linear(arena.normed, block.gate_up, block.gate_up_bias, out=arena.gate_up)
+        ops.swiglu(*arena.gate_up.chunk(2, dim=1), out=arena.gated)
+        self._linear(arena.gated, block.down.weight, block.down.bias, out=arena.projected)
+        after = self.blocks[layer + 1].input_norm if layer + 1 < len(self.blocks) else self.model.norm.weight
+        ops.add_rms_norm(arena.y, arena.projected, after, eps=eps, out=(arena.x, arena.normed))
+
+
+def pack(block: Block) -> PackedBlock:
+    """Return a block's weights, those of projections that share an input laid one after the other."""
+    attention, mlp = block.self_attn, block.mlp
+    qkv, qkv_bias = _joined((attention.q_proj, attention.k_proj, attention.v_proj))
+    gate_up, gate_up_bias = _joined((mlp.gate_proj, mlp.up_proj))
+    q_norm, k_norm = (None if norm is None else norm.weight.data for norm in (attention.q_norm, attention.k_norm))
+    return PackedBlock(
+        input_norm=block.input_layernorm.weight.data, qkv=qkv, qkv_bias=qkv_bias, q_norm=q_norm, k_norm=k_norm,
+        o=attention.o_proj, post_norm=block.post_attention_layernorm.weight.data, gate_up=gate_up,
+        gate_up_bias=gate_up_bias, down=mlp.down_proj,
+    )  # fmt: skip
+
+
+def _joined(linears: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return _stacked([linear.weight for linear in linears]), _stacked(biases) if biases else None
+
+
+def _stacked(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return parameters in one buffer, of which they become views; those that already are stay as they are."""
+    first, rows = parameters[0].data, sum(len(p) for p in parameters)
+    ends = [p.data_ptr() + p.numel() * p.itemsize for p in parameters]
+    storages = {p.untyped_storage().data_ptr() for p in parameters}
+    if len(storages) == 1 and all(p.data_ptr() == end for p, end in zip(parameters[1:], ends, strict=False)):
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    whole = torch.cat([p.data for p in parameters])
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole

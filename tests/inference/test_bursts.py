@@ -1,0 +1,135 @@
+"""Bursts and captured passes, uncaptured on a CPU: the tokens of the plain engine, whatever comes and goes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from microllm import SamplingParams
+from microllm.inference import Engine, EngineConfig
+from microllm.inference.bursts import Bursts, count_tokens
+from microllm.inference.graph_runner import GraphRunner, padded_width
+
+GREEDY = SamplingParams(temperature=0, max_tokens=22, ignore_eos=True)
+WARM = SamplingParams(temperature=0.8, seed=3, top_k=40, max_tokens=17)
+
+
+def with_bursts(llm, **options):
+    """Return an engine that runs as on a GPU."""
+    engine = Engine(llm, EngineConfig(deterministic=False, **options))
+    engine._runner = GraphRunner(
+        llm.transformer, engine.pool, num_slots=engine.config.num_rows, context=engine.context, deterministic=False,
+        max_drafts=engine.config.speculate, captures=False,
+    )  # fmt: skip
+    engine.scheduler._same_bits = False
+    engine._bursts = Bursts(engine._runner, engine.scheduler, count_tokens(llm.config.vocab_size, llm.banned_ids))
+    return engine
+
+
+def until_a_burst_is_under_way(engine):
+    for _ in range(20):
+        if engine._bursts.under_way:
+            return
+        engine.step()
+    raise AssertionError("no burst in 20 steps")
+
+
+@pytest.fixture
+def plain(llm):
+    return Engine(llm, EngineConfig(deterministic=False))
+
+
+def tokens(completions):
+    return [(c.token_ids, c.text, c.finish_reason) for c in completions]
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM, replace(GREEDY, logprobs=2), replace(WARM, repetition_penalty=1.3)])
+def test_bursts_give_the_tokens_of_the_plain_engine(llm, plain, prompts, params):
+    engine = with_bursts(llm)
+    assert tokens(engine.generate(prompts, params)) == tokens(plain.generate(prompts, params))
+    assert engine.report().kv.active_bytes == engine.pool.page_bytes * 0
+    assert not engine._bursts.under_way
+
+
+def test_a_burst_runs_where_the_host_has_no_say(llm, prompts):
+    engine, steps = with_bursts(llm), []
+    begin = engine._bursts.begin
+    engine._bursts.begin = lambda chunks: steps.append(begin(chunks)) or steps[-1]
+    engine.generate(prompts, GREEDY)
+    assert any(steps)
+    steps.clear()
+    engine.generate(prompts, replace(GREEDY, logit_bias={5: 1.0}))
+    assert steps
+    assert not any(steps)
+
+
+def test_rows_come_and_go_between_bursts(llm, plain, prompts):
+    want = {text: plain.generate(text, GREEDY).token_ids for text in prompts}
+    engine = with_bursts(llm, max_rows=2, page_tokens=4)
+    waiting, running = list(prompts) * 2, []
+    touched = set()
+    while waiting or engine.has_work:
+        if waiting:
+            text = waiting.pop()
+            running.append((text, engine.add(text, replace(GREEDY, max_tokens=5 + len(waiting)))[0]))
+        touched |= {request.number for request in engine.step()}
+    for text, request in running:
+        assert request.completion.finish_reason == "length"
+        assert list(request.completion.token_ids) == list(want[text][: len(request.completion.token_ids)])
+    assert touched == {request.number for _, request in running}
+    assert engine.report().kv.active_bytes == 0
+
+
+def test_a_cancelled_row_gives_its_pages_back_and_the_others_go_on(llm, plain, prompts):
+    engine = with_bursts(llm)
+    requests = [engine.add(text, GREEDY)[0] for text in prompts]
+    until_a_burst_is_under_way(engine)
+    engine.cancel(requests[0])
+    assert requests[0].state == "finished"
+    assert requests[0].pages == []
+    while engine.has_work:
+        engine.step()
+    assert requests[0].completion.finish_reason == "cancelled"
+    for text, request in zip(prompts[1:], requests[1:], strict=True):
+        assert request.completion.token_ids == plain.generate(text, GREEDY).token_ids
+    assert engine.report().kv.active_bytes == 0
+
+
+def test_a_pool_too_small_for_all_preempts_and_still_ends(llm, plain, prompts):
+    engine = with_bursts(llm, page_tokens=4, kv_bytes=20 * with_bursts(llm, page_tokens=4).pool.page_bytes)
+    params = replace(GREEDY, max_tokens=20)
+    assert tokens(engine.generate(prompts, params)) == tokens(plain.generate(prompts, params))
+    assert engine.report().num_preemptions > 0
+    assert engine.report().kv.active_bytes == 0
+
+
+def test_logits_that_are_not_finite_end_one_row(llm, prompts):
+    engine = with_bursts(llm)
+    requests = [engine.add(text, GREEDY)[0] for text in prompts]
+    until_a_burst_is_under_way(engine)
+    for request in requests[:1]:
+        for pages in engine.pool.v_pages:
+            pages[request.pages[0]] = torch.nan
+    while engine.has_work:
+        engine.step()
+    reasons = [request.completion.finish_reason for request in requests]
+    assert reasons == ["error"] + ["length"] * (len(prompts) - 1)
+    assert "non-finite" in requests[0].completion.error
+
+
+def test_weights_are_packed_in_place_and_once(llm, prompts):
+    before = {name: p.clone() for name, p in llm.transformer.named_parameters()}
+    with_bursts(llm)
+    places = {name: p.data_ptr() for name, p in llm.transformer.named_parameters()}
+    with_bursts(llm)
+    for name, p in llm.transformer.named_parameters():
+        assert torch.equal(p, before[name])
+        assert p.data_ptr() == places[name]
+    q, k = (llm.transformer.layers[0].self_attn.get_submodule(f"{x}_proj").weight for x in "qk")
+    assert q.data_ptr() + q.numel() * q.itemsize == k.data_ptr()
+
+
+def test_a_captured_chunk_is_a_quarter_longer_at_most():
+    for n in range(1, 5000):
+        assert n <= padded_width(n) <= max(n + 15, n * 5 / 4)
+    assert len({padded_width(n) for n in range(1, 4097)}) <= 40
