@@ -30,6 +30,9 @@ BAD = {
     "logit_bias": [{-1: 1}, {1: 101}, {1: math.nan}, {1: True}, {"a": 1}, {1.5: 1}, [1], dict.fromkeys(range(1025), 1)],
     "logprobs": [-1, 21, True, 1.0],
     "prompt_logprobs": [-1, 21, True],
+    "json_schema": ["", "{", "[1]", "true", "x" * 100_001, {"type": "object"}, 5],
+    "regex": ["", "x" * 100_001, b"a", 5],
+    "one_of": [[""], ["x"] * 65, [1], None, 5],
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What the HTTP API answers: to the official client, to curl, to mistakes."""
 
 import json
+import re
 import subprocess
 
 import httpx
@@ -305,3 +306,58 @@ def test_metrics_count(settled):
     assert settled.metric("microllm_kv_bytes") > 0
     for name in ("time_to_first_token_seconds", "inter_token_seconds", "request_seconds"):
         assert settled.metric(f"microllm_{name}_count") > 0
+
+
+# ---- structured output
+
+
+def test_response_formats_hold(client, settled):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"enum": [1, 22, 333]}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    hot = {"temperature": 1.5, "max_tokens": 60}
+    named = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    for seed in range(3):
+        found = json.loads(ask(client, response_format=named, seed=seed, **hot).choices[0].message.content)
+        assert set(found) == {"name", "age"}
+    text = ask(client, response_format={"type": "json_object"}, seed=2, **hot).choices[0].message.content
+    assert text.startswith("{")
+    for form, pattern in (
+        ({"type": "regex", "regex": "[ab]{4}"}, "[ab]{4}"),
+        ({"type": "choice", "choices": ["yes", "no"]}, "yes|no"),
+    ):
+        body = {"prompt": "x", "response_format": form, "max_tokens": 20, "temperature": 1, "stream": True}
+        answer = settled.http.post("/v1/completions", json={"model": "tiny", **body}).text
+        events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+        assert re.fullmatch(pattern, "".join(event["choices"][0]["text"] for event in events))
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": []}}}, "Unsatisfiable"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "required"),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": "{}"}}, "dictionary"),
+        ({"type": "regex", "regex": "("}, "unclosed"),
+        ({"type": "choice", "choices": []}, "at least 1"),
+        ({"type": "grammar"}, "json_object"),
+        ("json", "dictionary"),
+    ],
+)
+def test_a_format_that_cannot_be_is_refused(settled, form, says):
+    answer = settled.chat(response_format=form, stream=True)
+    assert answer.status_code == 400
+    assert says in answer.json()["error"]["message"]
+
+
+def test_an_empty_schema_ends_as_length_and_says_so(client, settled):
+    form = {"type": "json_schema", "json_schema": {"name": "any", "schema": {}}}
+    choices = ask(client, response_format=form, n=4, seed=1, temperature=2, max_tokens=12).choices
+    for choice in choices:
+        if choice.finish_reason == "stop":
+            json.loads(choice.message.content)
+        else:
+            assert choice.finish_reason == "length"

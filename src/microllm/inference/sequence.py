@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from microllm.inference.completion import Completion, FinishReason, StreamPiece, Timings
-from microllm.sampling import Sampler, SamplingParams, StopChecker, TokenLogprob
+from microllm.sampling import Sampler, SamplingParams, StopChecker, TokenLogprob, grammar_of
 
 if TYPE_CHECKING:
     from microllm.io.tokenizer import Tokenizer
@@ -23,8 +23,8 @@ IF_NOT_FINITE = "try precision='fp32', and look for the layer with microllm alig
 class GeneratedSequence:
     """A prompt and what has been generated after it.
 
-    It ends, in this order of precedence: by a stop token id or stop text ("stop"), at ``max_tokens`` or the end of the
-    context ("length"). ``finish`` ends it from outside.
+    It ends, in this order of precedence: by a stop token id, a stop text or its grammar's end ("stop"), at
+    ``max_tokens`` or the end of the context ("length"). ``finish`` ends it from outside.
     """
 
     def __init__(
@@ -37,8 +37,9 @@ class GeneratedSequence:
         self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
         self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         self.sampler = Sampler(
-            params, seed=seed, choice=choice, prompt_ids=prompt_ids, stop_ids=self._stop_ids, banned_ids=banned_ids
-        )
+            params, seed=seed, choice=choice, prompt_ids=prompt_ids, stop_ids=self._stop_ids, banned_ids=banned_ids,
+            grammar=grammar_of(params, tokenizer, eos_ids),
+        )  # fmt: skip
         self._stream = tokenizer.stream()
         self._checker = StopChecker(params.stop_texts)
         self._token_ids: list[int] = []
@@ -78,7 +79,7 @@ class GeneratedSequence:
             self.finish("stop")
             return
         self._texts.append(self._checked(self._stream.push(token_id)))
-        if self._checker.stopped is not None:
+        if self._checker.stopped is not None or self.sampler.is_over:
             self.finish("stop")
         elif len(self._token_ids) >= self.max_new_tokens:
             self.finish("length")

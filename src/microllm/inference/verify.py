@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from microllm.errors import RequestError
 from microllm.inference.scheduler import Chunk
 from microllm.inference.sequence import GeneratedSequence
 from microllm.sampling import TokenLogprob, choose_tokens, token_logprobs
@@ -62,10 +63,9 @@ def accept_tokens(
     while active:
         rows = [firsts[i] + chunks[i].num_logits - 1 - chunks[i].num_drafts + depth for i in active]
         sequences = [chunks[i].request.sequence for i in active]
-        if row_by_row:
+        tokens = None if row_by_row else _choose_together(logits, rows, sequences)
+        if tokens is None:
             tokens = [_choose_alone(logits, row, sequence) for row, sequence in zip(rows, sequences, strict=True)]
-        else:
-            tokens = _choose(logits, rows, sequences)
         if diagnosed_step is not None:
             for i, row, token in zip(active, rows, tokens, strict=True):
                 if token < 0:
@@ -94,6 +94,14 @@ def _choose(logits: Tensor, rows: Sequence[int], sequences: Sequence[GeneratedSe
     for i, sequence in enumerate(sequences):
         sequence.accept(tokens[i], logprobs.get(i))
     return tokens
+
+
+def _choose_together(logits: Tensor, rows: Sequence[int], sequences: Sequence[GeneratedSequence]) -> list[int] | None:
+    """Choose as ``_choose``; None where one row's grammar failed, which is before any row was handed a token."""
+    try:
+        return _choose(logits, rows, sequences)
+    except RequestError:
+        return None
 
 
 def _choose_alone(logits: Tensor, row: int, sequence: GeneratedSequence) -> int:

@@ -127,6 +127,10 @@ class Tokenizer:
             return bytes([int(piece[3:5], 16)])
         return piece.replace("\u2581", " ").encode()
 
+    def to_json(self) -> str:
+        """Return the tokenizers library's own form of it."""
+        return self._backend.to_str()
+
     def token_id(self, text: str) -> int | None:
         """Return the id of a token by its exact text in the vocabulary."""
         return self._backend.token_to_id(text)

@@ -10,6 +10,7 @@ the OpenAI API, min-p as in arXiv:2407.01082.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 MAX_STOPS = 64
 MAX_STOP_CHARS = 512
 MAX_BIASES = 1024
+MAX_GRAMMAR_CHARS = 100_000
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 100.0
 MIN_TEMPERATURE = 1e-6
@@ -85,6 +87,9 @@ class SamplingParams:
         logprobs: None for none, 0 for each token's own log-probability, k for the k likeliest as well; from the
             model's logits before any step above.
         prompt_logprobs: The same for the prompt's tokens.
+        json_schema: A JSON schema, as text, that the answer satisfies (extra ``guided``); at most one of these three.
+        regex: A regular expression that the whole answer matches.
+        one_of: Texts of which the answer is one.
 
     Raises:
         RequestError: a value of the wrong type or out of its range.
@@ -107,6 +112,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    one_of: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name, (low, high) in _WHOLE.items():
@@ -130,6 +138,24 @@ class SamplingParams:
         ids = _bounded_list("stop_token_ids", self.stop_token_ids)
         self._set("stop_token_ids", tuple(_whole("a stop token id", i, 0, 2**31 - 1) for i in ids))
         self._set("logit_bias", _biases(self.logit_bias))
+        self._check_grammar()
+
+    def _check_grammar(self) -> None:
+        self._set("one_of", tuple(_stops(self.one_of, "one_of")))
+        given = [name for name in ("json_schema", "regex", "one_of") if getattr(self, name) not in (None, ())]
+        if len(given) > 1:
+            raise RequestError(f"got {' and '.join(given)}; need one of them")
+        for name in ("json_schema", "regex"):
+            text = getattr(self, name)
+            if text is not None and not (isinstance(text, str) and 0 < len(text) <= MAX_GRAMMAR_CHARS):
+                raise RequestError(f"got {name}={str(text)[:40]!r}; need a text of 1 to {MAX_GRAMMAR_CHARS} characters")
+        if self.json_schema is not None:
+            try:
+                schema = json.loads(self.json_schema)
+            except (ValueError, RecursionError) as error:
+                raise RequestError(f"got json_schema that is no JSON: {error}; need a JSON schema's text") from error
+            if not isinstance(schema, dict):
+                raise RequestError("got json_schema that is no object; need a JSON schema; {} takes any JSON")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -139,6 +165,12 @@ class SamplingParams:
         """Return ``stop`` as the tuple that it is stored as, whatever it was given as."""
         assert isinstance(self.stop, tuple)
         return self.stop
+
+    @property
+    def grammar(self) -> tuple[str, str]:
+        """Return which kind of grammar the answer is held to, and its text; two empty texts for none."""
+        found = {"json_schema": self.json_schema, "regex": self.regex, "one_of": texts_grammar(self.one_of)}
+        return next(((name, text) for name, text in found.items() if text), ("", ""))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -197,11 +229,16 @@ def _bounded_list(name: str, value: object) -> Sequence[object]:
     return value
 
 
-def _stops(value: object) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else _bounded_list("stop", value)
+def texts_grammar(texts: Sequence[str]) -> str:
+    """Return a grammar of which each of ``texts`` is one sentence, "" for none."""
+    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts) if texts else ""
+
+
+def _stops(value: object, name: str = "stop") -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else _bounded_list(name, value)
     for text in texts:
         if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
-            got = f"a stop text of {len(text)} characters" if isinstance(text, str) else f"stop text {text!r}"
+            got = f"a {name} text of {len(text)} characters" if isinstance(text, str) else f"{name} text {text!r}"
             raise RequestError(f"got {got}; need a str of 1 to {MAX_STOP_CHARS} characters")
     return tuple(dict.fromkeys(str(text) for text in texts))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from microllm import ops
+from microllm.sampling.grammar import Grammar
 from microllm.sampling.params import SamplingParams
 
 
@@ -36,13 +37,13 @@ class Sampler:
 
     def __init__(
         self, params: SamplingParams, *, seed: int, choice: int, prompt_ids: Sequence[int],
-        stop_ids: Collection[int] = (), banned_ids: Tensor | None = None,
+        stop_ids: Collection[int] = (), banned_ids: Tensor | None = None, grammar: Grammar | None = None,
     ) -> None:  # fmt: skip
         self.params, self.seed, self.choice = params, seed, choice
         self.position = len(prompt_ids)
         self._num_chosen = 0
         self._stop_ids = sorted(stop_ids)
-        self._banned_ids = banned_ids
+        self._banned_ids, self._grammar = banned_ids, grammar
         self._prompt_ids = prompt_ids
         self._seen_V: Tensor | None = None
         self._counts_V: Tensor | None = None
@@ -59,7 +60,7 @@ class Sampler:
     def edits_by_request(self) -> bool:
         """Return whether that is so for more than the ids that are no token."""
         held = bool(self._stop_ids) and self._too_short
-        return held or self._has_penalties or bool(self.params.logit_bias)
+        return held or self._has_penalties or bool(self.params.logit_bias) or self._grammar is not None
 
     @property
     def takes_top(self) -> bool:
@@ -67,11 +68,16 @@ class Sampler:
         return self.params.temperature == 0 and self.params.logprobs is None and not self.edits
 
     @property
+    def is_over(self) -> bool:
+        """Return whether the grammar, where there is one, lets nothing follow."""
+        return self._grammar is not None and self._grammar.is_over
+
+    @property
     def _too_short(self) -> bool:
         return self._num_chosen < self.params.min_tokens
 
     def edit(self, logits_V: Tensor) -> None:
-        """Change one row's logits in place: biases, bans, penalties.
+        """Change one row's logits in place: biases, bans, penalties, the grammar's mask.
 
         Shapes:  logits [V] fp32
         """
@@ -89,11 +95,15 @@ class Sampler:
             logits_V.copy_(torch.where(seen_V, penalised_V, logits_V))
             logits_V -= self.params.frequency_penalty * counts_V
             logits_V -= self.params.presence_penalty * (counts_V > 0)
+        if self._grammar is not None:
+            self._grammar.forbid(logits_V)
 
     def accept(self, token_id: int) -> None:
         """Count the token that was chosen for this row."""
         self.position += 1
         self._num_chosen += 1
+        if self._grammar is not None:
+            self._grammar.accept(token_id)
         if self._seen_V is not None and self._counts_V is not None:
             self._seen_V[token_id] = True
             self._counts_V[token_id] += 1

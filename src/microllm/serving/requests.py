@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -10,7 +11,15 @@ import anyio.to_thread
 from microllm.errors import MicroLLMError, RequestError
 from microllm.sampling import SamplingParams
 from microllm.serving.errors import ApiError
-from microllm.serving.protocol import MAX_PROMPTS, ChatBody, CompletionBody
+from microllm.serving.protocol import (
+    MAX_PROMPTS,
+    ChatBody,
+    ChoiceFormat,
+    CompletionBody,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    RegexFormat,
+)  # fmt: skip
 from microllm.serving.service import Service
 
 COMPLETION_TOKENS = 16
@@ -87,6 +96,7 @@ def _sampling_params(service: Service, body: ChatBody | CompletionBody, room: in
     if service.config.checkpoint_sampling:
         values |= service.checkpoint_defaults
     values |= {name: value for name in _AS_THEY_ARE if (value := getattr(body, name)) is not None}
+    values |= _grammar(body)
     wanted = body.max_tokens
     if isinstance(body, ChatBody):
         if body.top_logprobs is not None and not body.logprobs:
@@ -108,3 +118,17 @@ def _sampling_params(service: Service, body: ChatBody | CompletionBody, room: in
             f"got min_tokens={values['min_tokens']}; need at most {values['max_tokens']}, which the answer may have"
         )
     return SamplingParams.from_dict(values)
+
+
+def _grammar(body: ChatBody | CompletionBody) -> dict[str, Any]:
+    match body.response_format:
+        case JsonObjectFormat():
+            return {"json_schema": '{"type": "object"}'}
+        case JsonSchemaFormat() as found:
+            return {"json_schema": json.dumps(found.json_schema.schema_)}
+        case RegexFormat() as found:
+            return {"regex": found.regex}
+        case ChoiceFormat() as found:
+            return {"one_of": found.choices}
+        case _:
+            return {}
