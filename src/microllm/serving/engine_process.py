@@ -118,7 +118,7 @@ class EngineLoop:
         """Run a step; one that raises costs the requests that ran, and the process after a few in a row."""
         try:
             touched = self._engine.step()
-            self._num_failed = 0
+            self._num_failed = 0 if touched else self._num_failed  # one that only clears up proves nothing
         except Exception as error:
             log.exception("a step failed")
             self._num_failed += 1
