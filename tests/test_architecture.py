@@ -96,6 +96,7 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "training/curve.py": {"matplotlib"},
     "training/metrics.py": {"torch.utils.tensorboard"},
     "sampling/grammar.py": {"llguidance"},
+    "structures/bindings/skeleton.py": {"transformers"},
     "ops/attention.py": {"torch.nn.attention.varlen"},  # brings the compiler along: seconds
     "ops/select.py": {"microllm.ops.kernels"},  # brings triton
 }

@@ -34,7 +34,9 @@ _DAMPING = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A weight format. ``group``: columns that share a scale (0: a row has one); ``x_amax``: the input's, of fp8."""
+    """A weight format. ``group``: columns that share a scale (0: a row has one). ``x_amax``: of fp8, the input's, or
+    None where it stays in floating point.
+    """
 
     name: FormatName = "float"
     group: int = 0
@@ -43,8 +45,8 @@ class Format:
     def __post_init__(self) -> None:
         if self.name not in FORMATS:
             raise StructureError(f"got format {self.name!r}; need one of {', '.join(FORMATS)}")
-        if self.name == "fp8" and not (self.x_amax or 0) > 0:
-            raise StructureError(f"got fp8 with an input amax of {self.x_amax}; need a calibrated one above 0")
+        if self.x_amax is not None and not self.x_amax > 0:
+            raise StructureError(f"got {self.name} with an input amax of {self.x_amax}; need a calibrated one above 0")
 
 
 FLOAT = Format()
@@ -53,27 +55,40 @@ FLOAT = Format()
 class Matrix:
     """A matrix and its bias in one format; called with rows, it returns products in their dtype."""
 
-    def __init__(self, w_NK: Tensor, bias_N: Tensor | None = None, format: Format = FLOAT, gram: Any = None) -> None:
-        self.format, self.bias, self.dtype = format, bias_N, w_NK.dtype
-        self.num_out, self.num_in = w_NK.shape
-        group = format.group or self.num_in
-        if self.num_in % group or (format.name == "int4" and group % 32):
+    def __init__(
+        self, w_NK: Tensor, bias_N: Tensor | None = None, format: Format = FLOAT, gram: Tensor | None = None
+    ) -> None:  # fmt: skip
+        num_in = w_NK.shape[1]
+        group = format.group or num_in
+        if num_in % group or (format.name == "int4" and group % 32):
             raise StructureError(
                 f"got {tuple(w_NK.shape)} in groups of {group}; need K a multiple of it, of 32 in int4"
             )
         match format.name:
             case "float":
-                self.parts: tuple[Tensor, ...] = (w_NK.detach().contiguous(),)
+                parts: tuple[Tensor, ...] = (w_NK.detach().contiguous(),)
             case "int8":
-                self.parts = int8_parts(w_NK.detach(), group)
+                parts = int8_parts(w_NK.detach(), group)
             case "int4":
-                self.parts = int4_parts(w_NK.detach(), group, None if gram is None else gram.to(w_NK.device))
+                parts = int4_parts(w_NK.detach(), group, None if gram is None else gram.to(w_NK.device))
             case _:
-                self.parts = fp8_parts(w_NK.detach())
-        self._x_scale = torch.full(
-            (1, 1), max((format.x_amax or 0) / LARGEST_FP8, 1e-8), device=w_NK.device, dtype=torch.float32
-        )  # fmt: skip
-        self._tensor_cores = format.name == "fp8" and self._takes_scaled_mm()
+                parts = fp8_parts(w_NK.detach())
+        self._hold(parts, bias_N, format, w_NK.dtype)
+
+    @classmethod
+    def of_parts(cls, parts: tuple[Tensor, ...], bias_N: Tensor | None, format: Format, dtype: torch.dtype) -> Matrix:
+        """Return a matrix of codes and scales that somebody else made."""
+        made = cls.__new__(cls)
+        made._hold(parts, bias_N, format, dtype)
+        return made
+
+    def _hold(self, parts: tuple[Tensor, ...], bias_N: Tensor | None, format: Format, dtype: torch.dtype) -> None:
+        self.parts, self.format, self.bias, self.dtype = parts, format, bias_N, dtype
+        self.num_out, columns = parts[0].shape
+        self.num_in = 2 * columns if format.name == "int4" else columns
+        scale = max((format.x_amax or 0) / LARGEST_FP8, 1e-8)
+        self._x_scale = torch.full((1, 1), scale, device=parts[0].device, dtype=torch.float32)
+        self._tensor_cores = format.x_amax is not None and self._takes_scaled_mm()
 
     @property
     def num_bytes(self) -> int:
@@ -115,6 +130,9 @@ class Matrix:
                 return scaled(*self.parts).to(self.dtype)
 
     def _fp8(self, x_MK: Tensor) -> Tensor:
+        w, w_scale = self.parts
+        if self.format.x_amax is None:
+            return ops.linear_fp8(x_MK, w, w_scale, self.bias)
         scale = self._x_scale.expand(len(x_MK), 1)
         codes = ops.quantise_fp8(x_MK.contiguous(), scale.contiguous())
         if self._tensor_cores:
@@ -123,7 +141,6 @@ class Matrix:
                 out_dtype=torch.bfloat16,
             )  # fmt: skip
             return y_MN if self.bias is None else y_MN + self.bias
-        w, w_scale = self.parts
         return ops.linear_fp8((codes.float() * self._x_scale).to(x_MK.dtype), w, w_scale, self.bias)
 
     def _takes_scaled_mm(self) -> bool:
@@ -202,6 +219,11 @@ def gptq(w_NK: Tensor, scale_NU: Tensor, minimum_NU: Tensor, gram_KK: Tensor) ->
         w[:, i:] -= error[:, None] * factor[i, i:]
         done[:, i] = kept
     return done[:, order.argsort()]
+
+
+def hollow(data: Tensor) -> Tensor:
+    """Return a tensor of the same shape, dtype and device that takes one element of memory: NaN everywhere."""
+    return data.new_full((1,), torch.nan).expand(data.shape)
 
 
 def stack(matrices: Sequence[Tensor]) -> Tensor:

@@ -262,7 +262,7 @@ def check_untouched(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if "_apply" in vars(module):
             raise StructureError(f"got a {name} that is attached already; need it bare; detach() the other plan first")
-        if "forward" in vars(module) or "_hf_hook" in vars(module):
+        if not _is_class_forward(module) or "_hf_hook" in vars(module):
             raise StructureError(
                 f"got {path or name} with a forward of its own (a hook of accelerate, a patch); need the class's; "
                 "remove it first (accelerate.hooks.remove_hook_from_module(model, recurse=True))"
@@ -275,6 +275,12 @@ def check_untouched(model: nn.Module) -> None:
         raise StructureError(f"got a {name} with meta tensors; need loaded weights; load it without a device map")
     if len(devices) != 1:
         raise StructureError(f"got a {name} on {sorted(map(str, devices))}; need one device; move it there first")
+
+
+def _is_class_forward(module: nn.Module) -> bool:
+    """Say whether a call runs the class's own code; accelerate leaves a bound method of it behind."""
+    forward = vars(module).get("forward")
+    return forward is None or getattr(forward, "__func__", None) is type(module).forward
 
 
 def is_matrix(x: Tensor) -> bool:

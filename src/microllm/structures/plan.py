@@ -22,6 +22,7 @@ from microllm.evidence.receipt import Receipt, append_receipt
 from microllm.structures.build import Build
 from microllm.structures.calibration import PrecisionSpec
 from microllm.structures.decisions import store_of
+from microllm.structures.formats import hollow
 from microllm.structures.guard import BANDS, OnFail, Seat, joined_ledger
 from microllm.structures.host import Host, look_up
 from microllm.structures.judge import UnitResult
@@ -157,7 +158,7 @@ class Plan:
             each.check()
         freed_bytes = sum(p.numel() * p.element_size() for p in freed)
         for parameter in emptied:
-            parameter.data = parameter.data.new_empty(0)
+            parameter.data = hollow(parameter.data)
         self._consumed |= emptied
         for seat in self.seats:
             if _is_quantised(seat) and any(p in self._consumed for _, p in self._weights_of(seat)):
@@ -179,7 +180,7 @@ class Plan:
         found = []
         for place in {place for region in regions for place in region.weights.values()}:
             parameter = look_up(module, place)
-            if isinstance(parameter, nn.Parameter) and (parameter.dim() == 2 or parameter in self._consumed):
+            if isinstance(parameter, nn.Parameter) and parameter.dim() == 2:
                 found.append((f"{seat.path}.{place}", parameter))
         return found
 

@@ -32,18 +32,25 @@ class Site:
     def __init__(self, seats: Sequence[Seat], turn: Turn) -> None:
         self.seats, self.turn = tuple(seats), turn
         self.places: tuple[Place, ...] = ()
+        self._former: dict[nn.Module, Any] = {}
 
     def install(self) -> None:
         """Put the forwards in place."""
         for module, forward in self.places:
+            former = vars(module).get("forward")
+            if former is not None and former is not forward:
+                self._former[module] = former
             vars(module)["forward"] = forward
         for seat in self.seats:
             seat.restore = self._restore
 
     def remove(self) -> None:
         """Take them away."""
-        for module, _ in self.places:
-            vars(module).pop("forward", None)
+        for module, forward in self.places:
+            if vars(module).get("forward") is forward:
+                del vars(module)["forward"]
+                if module in self._former:
+                    vars(module)["forward"] = self._former.pop(module)
 
     def _restore(self) -> None:
         if not any(seat.active for seat in self.seats):
