@@ -5,7 +5,8 @@ moves no number: q, k and v (gate and up) come to lie one after the other, and t
 views of them, so that nothing is held twice.
 
 A decoding layer is five launches: norm and QKV, attention (with RoPE, norms of heads and the new keys and values),
-output and residual, norm with gate, up and SwiGLU, down and residual. A prompt's layer goes through the vendor's
+output and residual, norm with gate, up and SwiGLU, down and residual; with more than one row the two norms are launches
+of their own, since every program of a product would norm all rows again. A prompt's layer goes through the vendor's
 products, and in mode B through one tiling.
 
 Axes:    N = tokens of the step (A rows, T each), D = model dim, H = query heads, G = KV heads, K = head dim,
@@ -26,7 +27,7 @@ from microllm.model.transformer import Block, Linear
 from microllm.step import PagePool, RowGroup
 
 KV_SPLIT = 256
-"""Tokens of a block of keys, counted from position 0."""
+"""Tokens of a block of keys, counted from position 0, where a prompt attends."""
 
 
 class PackedBlock(NamedTuple):
@@ -56,7 +57,7 @@ class Arena:
         self.gated = like.new_empty(N, F)
         many = () if group.decodes else (N,)
         self.projected, self.gate_up = (like.new_empty(*many, width) for width in (D, 2 * F))
-        self.q, self.k = like.new_empty(*many, H * K), like.new_empty(*many, G * K)
+        self.q, self.turned = like.new_empty(*many, H * K), like.new_empty(*many, (H + 2 * G) * K)
         self.table = torch.zeros(group.num_rows, forward.pages_a_row, dtype=torch.int32, device=like.device)
         self.wanted = torch.zeros(num_wanted, dtype=torch.int64, device=like.device)
         self.picked, self.last = like.new_empty(num_wanted, D), like.new_empty(num_wanted, D)
@@ -72,6 +73,7 @@ class PagedForward:
         self.blocks = [pack(cast("Block", block)) for block in model.layers]
         self._angles = [t[0].contiguous() for t in model.rotary(torch.arange(context, device=device)[None])]
         self._linear = ops.linear_one_tiling if one_tiling else ops.linear
+        self.decode_split = max(pool.page_tokens, 64 if context <= 1024 else 128 if context <= 8192 else 256)
         self._scale = model.config.head_dim**-0.5
 
     def hidden(self, group: RowGroup, arena: Arena) -> Tensor:
@@ -107,14 +109,23 @@ class PagedForward:
 
     def _decode(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
         eps = self._config.rms_norm_eps
-        ops.norm_linear(arena.x, block.input_norm, block.qkv, block.qkv_bias, eps=eps, out=arena.qkv)
+        if len(arena.x) == 1:
+            ops.norm_linear(arena.x, block.input_norm, block.qkv, block.qkv_bias, eps=eps, out=arena.qkv)
+        else:
+            normed = self._norm(arena.x, block.input_norm, arena.normed)
+            ops.linear(normed, block.qkv, block.qkv_bias, out=arena.qkv)
         q, k, v = self._heads(arena.qkv, group)
         ops.attention_step(
             q, k, v, *self._angles, self.pool.k_pages[layer], self.pool.v_pages[layer], arena.table, group.positions,
-            block.q_norm, block.k_norm, scale=self._scale, eps=eps, split=KV_SPLIT, out=arena.context.view(q.shape),
+            block.q_norm, block.k_norm, scale=self._scale, eps=eps, split=self.decode_split,
+            out=arena.context.view(q.shape),
         )  # fmt: skip
         ops.linear_residual(arena.context, block.o.weight, arena.x, block.o.bias, out=arena.y)
-        ops.norm_linear_swiglu(arena.y, block.post_norm, block.gate_up, block.gate_up_bias, eps=eps, out=arena.gated)
+        if len(arena.x) == 1:
+            normed, gain = arena.y, block.post_norm
+        else:
+            normed, gain = self._norm(arena.y, block.post_norm, arena.normed), None
+        ops.norm_linear_swiglu(normed, gain, block.gate_up, block.gate_up_bias, eps=eps, out=arena.gated)
         ops.linear_residual(arena.gated, block.down.weight, arena.y, block.down.bias, out=arena.x)
 
     def _prefill(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
@@ -124,15 +135,18 @@ class PagedForward:
             self._norm(arena.x, block.input_norm, arena.normed)
         self._linear(arena.normed, block.qkv, block.qkv_bias, out=arena.qkv)
         q, k, v = self._heads(arena.qkv, group)
-        rotated, (cos, sin) = (arena.q.view(q.shape), arena.k.view(k.shape)), self._angles
+        rotated = arena.q.view(q.shape), self._heads(arena.turned, group)[1]  # k lies as v does
+        cos, sin = self._angles
         positions = group.positions.clamp(min=0)
         if block.q_norm is not None and block.k_norm is not None:
-            ops.qk_norm_rope(q, k, block.q_norm, block.k_norm, cos, sin, positions=positions, eps=eps, out=rotated)
+            ops.qk_norm_rope(
+                q, k, block.q_norm, block.k_norm, cos, sin, positions=positions, eps=eps, out=tuple(rotated)
+            )
         else:
             ops.rope(q, k, cos, sin, positions=positions, out=rotated)
         pages = self.pool.k_pages[layer], self.pool.v_pages[layer]
         ops.kv_store_paged(*pages, rotated[1], v, arena.table, group.positions)
-        context = arena.context.view_as(rotated[0])
+        context = arena.context.view(q.shape)
         ops.attention_prefill(
             rotated[0], *pages, arena.table, group.positions, scale=self._scale, split=KV_SPLIT, out=context
         )

@@ -73,12 +73,14 @@ def norm_linear(
 
 
 def norm_linear_swiglu(
-    x: Tensor, norm_weight: Tensor, w: Tensor, bias: Tensor | None = None, *, eps: float, out: Out = None,
+    x: Tensor, norm_weight: Tensor | None, w: Tensor, bias: Tensor | None = None, *, eps: float, out: Out = None,
     sink: Sink = None,
 ) -> Tensor:  # fmt: skip
     """Return swiglu(gate, up) of linear(rms_norm(x)), where w's first F rows make the gate and its last F rows up.
 
-    Shapes:  x [..., K], norm_weight [K], w [2 F, K], bias [2 F] or None -> [..., F]
+    Without a norm_weight x is taken as it is: it is normed already.
+
+    Shapes:  x [..., K], norm_weight [K] or None, w [2 F, K], bias [2 F] or None -> [..., F]
     Numbers: fp32 accumulation; whether gate and up are rounded before SwiGLU is the level's
     Raises:
         OperatorError: as ``norm_linear``.
@@ -135,10 +137,13 @@ def _norm_reference(x: Tensor, g: Tensor, w: Tensor, bias: Tensor | None, eps: f
     return functional.linear(normed, w, bias)
 
 
-def _swiglu_reference(x: Tensor, g: Tensor, w: Tensor, bias: Tensor | None, eps: float, sink: Sink = None) -> Tensor:
-    gate, up = _norm_reference(x, g, w, bias, eps, sink).chunk(2, dim=-1)
+def _swiglu_reference(
+    x: Tensor, g: Tensor | None, w: Tensor, bias: Tensor | None, eps: float, sink: Sink = None
+) -> Tensor:
+    both = functional.linear(x, w, bias) if g is None else _norm_reference(x, g, w, bias, eps, sink)
+    gate, up = both.chunk(2, dim=-1)
     if sink is not None:
-        sink.update(gate=gate, up=up)
+        sink.update(gate=gate, up=up, normed=sink.get("normed", x))
     return swiglu_reference(gate, up)
 
 
@@ -197,7 +202,10 @@ NORM_LINEAR = Operator(Contract(
 ))  # fmt: skip
 
 NORM_LINEAR_SWIGLU = Operator(Contract(
-    name="norm_linear_swiglu", args=(_X, _NORM, Arg("w", "2F K", weight), Arg("bias", "2F", optional=True)),
+    name="norm_linear_swiglu", args=(
+        _X, Arg("norm_weight", "K", near_one, optional=True), Arg("w", "2F K", weight),
+        Arg("bias", "2F", optional=True),
+    ),
     results=(Arg("y", "...F"),), scalars={"eps": 1e-5}, rules=(EPS,), reference=_swiglu_reference,
     autograd=recomputed(_swiglu_reference), levels=TRITON, invariant=("triton",), mode_b=MODE_B,
     sink=("normed", "gate", "up"), forward=_NORM_FORWARD, backward=_NORM_BACKWARD,

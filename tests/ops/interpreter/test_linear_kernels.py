@@ -21,7 +21,7 @@ CHOICES = {
     "mma": Choice("mma", MMA, 2),
     "mma of four sums": Choice("mma", MMA | {"WARPS_K": 1, "KB": 2, "SUMS": 4, "EARLY": 0, "AHEAD": 1}, 1),
     "mma all at once": Choice("mma", MMA | {"SUMS": 1, "EARLY": 5, "AHEAD": 5, "BLOCK_M": 8, "BLOCK_N": 16}, 2),
-    "tile": Choice("tile", {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2}, 4),
+    "tile": Choice("tile", {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64, "STAGES": 2, "SPLIT": 1}, 4),
 }
 
 
@@ -56,6 +56,33 @@ def test_every_form_folds_in_bias_residual_norm_and_swiglu(form, M, dtype):
     close(ops.norm_linear_swiglu(x, gain, w, bias, eps=1e-6, sink=sink), F.silu(gate) * up, dtype)
     close(sink["gate"], gate, dtype)
     close(sink["up"], up, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_programs_that_share_k_add_their_parts_whoever_ends_last(dtype, monkeypatch):
+    split = Choice("tile", CHOICES["tile"].constants | {"SPLIT": 3}, 4)
+    monkeypatch.setattr(linear_choice, "choose", lambda *_: split)
+    M, K, N = 19, 296, 74
+    x, w = torch.randn(M, K).to(dtype), (torch.randn(N, K) / K**0.5).to(dtype)
+    bias, residual, sink = torch.randn(N).to(dtype), torch.randn(M, N).to(dtype), {}
+    want = x.double() @ w.double().T + bias.double()
+    for _ in range(2):  # the counters are 0 again
+        close(ops.linear(x, w, bias), want, dtype)
+        close(ops.linear_residual(x, w, residual, bias, sink=sink), want + residual.double(), dtype)
+        close(sink["projected"], want, dtype)
+
+
+def test_k_is_shared_where_outputs_are_few_and_no_promise_is_made():
+    qkv = Matrix("linear", 1152, 896, torch.bfloat16)
+    down = Matrix("linear_residual", 896, 4864, torch.bfloat16)
+    assert chosen(qkv, 64).constants["SPLIT"] == 4
+    assert chosen(down, 64).constants["SPLIT"] == 8
+    for matrix in (qkv, down):
+        assert chosen(matrix, 64, one_order=True).form == "mma"
+        assert chosen(matrix, 64, target=TARGETS["gfx942"]).constants["SPLIT"] == 1
+        assert linear.one_tiling(matrix, H200).constants["SPLIT"] == 1
+        amd = chosen(matrix, 64, one_order=True, target=TARGETS["gfx942"])
+        assert (amd.form, amd.constants["SPLIT"]) == ("tile", 1)
 
 
 @pytest.mark.parametrize("group", [None, 32, 96])
@@ -132,7 +159,7 @@ def test_one_order_of_k_for_every_number_of_rows(matrix):
     assert chosen(matrix, 2).form == "mma"
     few = chosen(matrix, 256, one_order=True)
     assert (few.form, few.constants["BLOCK_M"]) == ("mma", 16 if matrix.normed else 32)
-    assert chosen(matrix, 64).form == ("tile" if matrix.outputs >= 4096 else "mma")
+    assert chosen(matrix, 64).form == "tile"
     amd = [chosen(matrix, M, one_order=True, target=TARGETS["gfx942"]) for M in (1, 256)]
     assert amd[0] == amd[1]
     assert (amd[0].form, amd[0].constants["BLOCK_M"]) == ("tile", 16)

@@ -136,9 +136,8 @@ def run(
     table, chunks = _tables(params[0].device, addresses, tuple(t.numel() for t in params))
     if not len(chunks):
         return
-    root = torch.tensor((1 - beta2**step) ** 0.5)  # fp32: torch divides by multiplying with its rounded inverse
     adamw_kernel[(len(chunks),)](
-        table, chunks, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, float(1 / root), eps,
+        table, chunks, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, (1 - beta2**step) ** -0.5, eps,
         -lr / (1 - beta1**step), step, seed,
         FIRST_BF16=exp_avgs[0].dtype == torch.bfloat16, SECOND_BF16=exp_avg_sqs[0].dtype == torch.bfloat16,
         HEAVY=beta1 <= 0.5, DITHER=seed >= 0, ALIGNED=not any(a % 16 for a in chain(*addresses)), CHUNK=CHUNK,

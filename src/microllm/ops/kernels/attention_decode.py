@@ -11,15 +11,13 @@ Bytes:   the keys and values up to each row's last position, once for each 16 of
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from microllm.ops.contract import Outs, Sink
-from microllm.ops.kernels.launch import Compiled, overlapping, pdl, scratch, stream_of
+from microllm.ops.kernels.launch import Compiled, overlapping, pdl, scratch, stream_of, zeros
 from microllm.ops.kernels.pages import MAX_D, alike, as_stored, padded, takes_fp32, walk, write
 from microllm.ops.target import target_of
 
@@ -183,12 +181,6 @@ def blocks(D: int, split: int, *, fp32: bool, fp8: bool) -> dict[str, int]:
 def num_warps(sizes: dict[str, int]) -> int:
     """Return how many warps hold a block of keys without spilling."""
     return 8 if sizes["BLOCK_K"] * sizes["BLOCK_D"] > 4096 else 4
-
-
-@cache
-def zeros(device: torch.device, stream: int, count: int) -> Tensor:
-    """Return the counters of a stream: how many splits of a tile are done, 0 between launches."""
-    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _compiled() -> tuple[Compiled, ...]:

@@ -1,7 +1,8 @@
 """A decode step's attention in one launch: ``attention_decode`` that turns its queries and stores its own keys first.
 
-Whoever walks the split in which a new token lies writes its key and value before it reads them back, so that no other
-program waits for them; the tiles of a row's further queries write the same bytes again. Queries are turned by everyone.
+Whoever walks the block in which a new token lies puts its key and value there in registers, and one program writes them
+to the page, which nobody reads again in this launch. What earlier steps stored is on its way before the kernel waits
+for the queries: only they, and the new token, come from the launch ahead. Nothing else may write pages in between.
 
 Axes:    A = rows, T = queries a row, H = query heads, G = KV heads, R = H / G, D = head dim, P = pairs of a head;
          S = slots a page
@@ -24,11 +25,10 @@ from microllm.ops.kernels.attention_decode import (
     join,
     num_warps,
     splits_of,
-    zeros,
 )
-from microllm.ops.kernels.fp8 import encode_e4m3
-from microllm.ops.kernels.launch import Compiled, overlapping, pdl, scratch, stream_of
-from microllm.ops.kernels.pages import MAX_D, alike, as_stored, takes_fp32, walk, write
+from microllm.ops.kernels.fp8 import decode_e4m3, encode_e4m3
+from microllm.ops.kernels.launch import Compiled, overlapping, pdl, scratch, stream_of, zeros
+from microllm.ops.kernels.pages import MAX_D, alike, as_stored, takes_fp32, weigh, write
 from microllm.ops.target import target_of
 
 
@@ -58,11 +58,68 @@ def _turned(
 
 
 @triton.jit
-def _put(pages_ptr, at, x, ok, FORMAT: tl.constexpr):
-    if FORMAT == 0:
-        tl.store(pages_ptr + at, x.to(tl.float32).to(pages_ptr.dtype.element_ty), mask=ok)
+def _keys(k_ptr, v_ptr, page_row, start, end, page_stride, slot_stride, S: tl.constexpr, D: tl.constexpr,
+          BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Return the stored bytes of the keys and values from ``start`` on, as they are; zero from ``end`` on."""
+    key, d = start + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    stored = key < end
+    page = tl.load(page_row + key // S, mask=stored, other=0).to(tl.int64)
+    at = (page * page_stride + (key % S) * slot_stride)[:, None] + d[None, :]
+    ok = stored[:, None] & (d < D)[None, :]
+    return tl.load(k_ptr + at, mask=ok, other=0.0), tl.load(v_ptr + at, mask=ok, other=0.0)
+
+
+@triton.jit
+def _plain(raw, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """Return what stored bytes stand for."""
+    if FORMAT > 0:
+        raw = decode_e4m3(raw, FORMAT == 2)
+    return raw.to(tl.float32).to(dtype)
+
+
+@triton.jit
+def _stored(x, like_ptr, FORMAT: tl.constexpr):
+    """Return x as pages hold it."""
+    if FORMAT > 0:
+        return encode_e4m3(x.to(tl.float32), FORMAT == 2)
     else:
-        tl.store(pages_ptr + at, encode_e4m3(x.to(tl.float32), FORMAT == 2), mask=ok)
+        return x.to(tl.float32).to(like_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _new_token(
+    k_ptr, v_ptr, at, k_own, v_own, page_row, position, mine, writes, page_stride, slot_stride, weight_ptr, cos_ptr,
+    sin_ptr, angle_stride, C, EPS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
+    FORMAT: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return a new token's key and value [1, BLOCK_D] as pages hold them, and write them there if ``writes``."""
+    zero, d = tl.full([1], 0, tl.int64), tl.arange(0, BLOCK_D)[None, :]
+    ok = (zero == 0) & mine
+    there = ok[:, None] & (d < D)
+    k = _turned(
+        k_ptr, zero + at, ok, zero.to(tl.int32) + position, weight_ptr, cos_ptr, sin_ptr, angle_stride, C, EPS,
+        D, P, BLOCK_D,
+    )  # fmt: skip
+    k = _stored(k, k_own, FORMAT)
+    v = _stored(tl.load(v_ptr + at + d, mask=there, other=0.0), v_own, FORMAT)
+    page = tl.load(page_row + position // S, mask=mine, other=0).to(tl.int64)
+    slot = page * page_stride + (position % S) * slot_stride + d
+    tl.store(k_own + slot, k, mask=there & writes)
+    tl.store(v_own + slot, v, mask=there & writes)
+    return k, v
+
+
+@triton.jit
+def _attend(q, k, v, start, end, last, best, total, context, SCALE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return maximum, sum and context of the query rows with a block of keys joined."""
+    key = start + tl.arange(0, BLOCK_K)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE
+    visible = (key < end)[None, :] & (key[None, :] <= last[:, None])
+    scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(best, tl.max(scores, 1))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    weights, keep = tl.exp(scores - shift[:, None]), tl.exp(best - shift)
+    return higher, total * keep + tl.sum(weights, 1), weigh(weights, v, context * keep[:, None])
 
 
 @triton.jit(do_not_specialize=["A", "T", "C", "max_splits"])
@@ -81,9 +138,8 @@ def attention_step_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     dtype: tl.constexpr = tl.float32 if FP32 else q_ptr.dtype.element_ty
-    rows, d, new = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_T)
+    rows = tl.arange(0, BLOCK_A)
     lengths, counts = splits_of(positions_ptr, positions_stride, A, T, SPLIT, BLOCK_A, BLOCK_T)
     ends = tl.cumsum(counts, 0)
     lanes, num_rows = (T * R + 15) // 16 * G, tl.minimum(T * R, 16)
@@ -97,28 +153,37 @@ def attention_step_kernel(
         g, row = lane % G, lane // G * 16 + tl.arange(0, 16)
         t, h = row // R, g * R + row % R
         last = tl.load(positions_ptr + a * positions_stride + t, mask=t < T, other=-1).to(tl.int32)
+        begin, end = split * SPLIT, tl.minimum(split * SPLIT + SPLIT, length)
+        page_row = table_ptr + a * table_stride
+        k_own, v_own = k_pages + g * group_stride, v_pages + g * group_stride
+        k_raw, v_raw = _keys(k_own, v_own, page_row, begin, end, page_stride, slot_stride, S, D, BLOCK_D, BLOCK_K)
+        if PDL:
+            tl.extra.cuda.gdc_wait()  # what this step makes is read from here on; the wait is over after the first turn
         q = _turned(
             q_ptr, a * q_row + t * q_token + h * q_head, t < T, last, q_weight, cos_ptr, sin_ptr, angle_stride, C, EPS,
             D, P, BLOCK_D,
         ).to(dtype)  # fmt: skip
-        page_row = table_ptr + a * table_stride
-        position = tl.load(positions_ptr + a * positions_stride + new, mask=new < T, other=-1).to(tl.int32)
-        mine = (position >= split * SPLIT) & (position < split * SPLIT + SPLIT)
-        if tl.sum(mine.to(tl.int32), 0) > 0:
-            at = a * k_row + new * k_token + g * k_head
-            k = _turned(k_ptr, at, mine, position, k_weight, cos_ptr, sin_ptr, angle_stride, C, EPS, D, P, BLOCK_D)
-            there = mine[:, None] & (d < D)[None, :]
-            v = tl.load(v_ptr + at[:, None] + d[None, :], mask=there, other=0.0)
-            page = tl.load(page_row + position // S, mask=mine, other=0).to(tl.int64)
-            slot = (page * page_stride + (position % S) * slot_stride)[:, None] + g * group_stride + d[None, :]
-            _put(k_pages, slot, k, there, FORMAT)
-            _put(v_pages, slot, v, there, FORMAT)
-            tl.debug_barrier()  # every thread's part of the new key before any of them reads it
-        best, total, context = walk(
-            q, k_pages + g * group_stride, v_pages + g * group_stride, None, page_row, t, last, split * SPLIT,
-            tl.minimum(split * SPLIT + SPLIT, length), page_stride, slot_stride, S, D, SCALE, FORMAT, 16, BLOCK_D,
-            BLOCK_K,
-        )  # fmt: skip
+        best = tl.full([16], float("-inf"), tl.float32)
+        total = tl.zeros([16], tl.float32)
+        context = tl.zeros([16, BLOCK_D], tl.float32)
+        for start in range(begin, end, BLOCK_K):
+            k, v = _plain(k_raw, FORMAT, dtype), _plain(v_raw, FORMAT, dtype)
+            if SPLIT > BLOCK_K:
+                k_raw, v_raw = _keys(
+                    k_own, v_own, page_row, start + BLOCK_K, end, page_stride, slot_stride, S, D, BLOCK_D, BLOCK_K
+                )
+            key = start + tl.arange(0, BLOCK_K)
+            for i in range(0, 1 if BLOCK_T == 1 else T):
+                position = tl.load(positions_ptr + a * positions_stride + i, mask=i < T, other=-1).to(tl.int32)
+                mine = (position >= start) & (position < start + BLOCK_K)
+                k_new, v_new = _new_token(
+                    k_ptr, v_ptr, a * k_row + i * k_token + g * k_head, k_own, v_own, page_row, position, mine,
+                    lane < G, page_stride, slot_stride, k_weight, cos_ptr, sin_ptr, angle_stride, C, EPS,
+                    D, P, S, FORMAT, BLOCK_D,
+                )  # fmt: skip
+                k = tl.where((key == position)[:, None], _plain(k_new, FORMAT, dtype), k)
+                v = tl.where((key == position)[:, None], _plain(v_new, FORMAT, dtype), v)
+            best, total, context = _attend(q, k, v, start, end, last, best, total, context, SCALE, BLOCK_K)
         out, out_at = out_ptr + a * out_row, t * out_token + h * out_head
         if num_splits == 1:
             write(out, out_at, t < T, context, total, D, BLOCK_D)
@@ -154,7 +219,7 @@ def run(
         return context
     (k_pages, form), (v_pages, _) = (as_stored(pages, target_of(q.device)) for pages in (k_pages, v_pages))
     fp32, overlap, stream = takes_fp32(q, k_pages), pdl(q.device), stream_of(q)
-    sizes = blocks(D, split, fp32=fp32, fp8=k_pages.dtype.itemsize == 1)
+    sizes = _blocks(D, split, fp32=fp32, fp8=k_pages.dtype.itemsize == 1)
     lanes = A * G * triton.cdiv(T * H // G, TILE)
     max_splits = max(1, triton.cdiv(page_table.shape[1] * S, split))
     part_rows = triton.next_power_of_2(lanes * max_splits * min(TILE, T * H // G)) if max_splits > 1 else 1
@@ -172,6 +237,12 @@ def run(
     return context
 
 
+def _blocks(D: int, split: int, *, fp32: bool, fp8: bool) -> dict[str, int]:
+    """Return ``attention_decode``'s blocks, and more parts on their way when joined: splits are short here."""
+    sizes = blocks(D, split, fp32=fp32, fp8=fp8)
+    return sizes | {"AHEAD": max(2, min(8, (256 if fp32 else 512) // sizes["BLOCK_D"]))}
+
+
 def _compiled() -> tuple[Compiled, ...]:
     strides = ("q_row", "q_token", "q_head", "k_row", "k_token", "k_head", "page_stride", "slot_stride")
     numbers = dict.fromkeys((*strides, "group_stride", "out_row", "out_token", "out_head"), "i32:16")
@@ -184,12 +255,12 @@ def _compiled() -> tuple[Compiled, ...]:
         (2, 7, 64, 1, 1, False, "*bf16", 0), (8, 2, 128, 64, 1, True, "*bf16", 0), (2, 6, 128, 1, 8, False, "*bf16", 0),
         (8, 2, 128, 8, 1, True, "*u8", 1), (3, 3, 64, 256, 1, False, "*bf16", 0),
     ):  # fmt: skip
-        sizes = blocks(D, 256, fp32=False, fp8="8" in pages)
+        sizes = _blocks(D, 64, fp32=False, fp8="8" in pages)
         heads = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
         heads |= dict.fromkeys(("q_weight", "k_weight") if normed else (), "*bf16")
         absent = {} if normed else {"q_weight": None, "k_weight": None}
         signature = heads | {"k_pages": pages, "v_pages": pages} | given | numbers
-        fixed = {"G": G, "R": R, "D": D, "P": D // 2, "S": 16, "SPLIT": 256, "SCALE": D**-0.5, "EPS": 1e-6} | absent
+        fixed = {"G": G, "R": R, "D": D, "P": D // 2, "S": 16, "SPLIT": 64, "SCALE": D**-0.5, "EPS": 1e-6} | absent
         fixed |= {"FORMAT": form, "FP32": False, "BLOCK_A": rows, "BLOCK_T": queries, "PDL": True, **sizes}
         cases.append(Compiled(attention_step_kernel, signature, fixed, num_warps(sizes), 2, ("pdl",)))
     return tuple(cases)

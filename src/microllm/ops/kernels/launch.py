@@ -66,6 +66,12 @@ def stream_of(x: Tensor) -> int:
 
 
 @cache
+def zeros(device: torch.device, stream: int, count: int) -> Tensor:
+    """Return the counters of a stream: how many parts of a result are done, 0 between launches."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+@cache
 def scratch(device: torch.device, stream: int, name: str, numel: int) -> Tensor:
     """Return fp32 memory for what an operator's first kernel hands to its second: one for a stream, never freed.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from microllm.ops.contract import Out, Outs, Sink
 from microllm.ops.kernels import linear_choice
-from microllm.ops.kernels.launch import Compiled, overlapping, pdl, row_stride
+from microllm.ops.kernels.launch import Compiled, overlapping, pdl, row_stride, scratch, stream_of, zeros
 from microllm.ops.kernels.linear_choice import Choice, Matrix
 from microllm.ops.kernels.linear_forms import fma_kernel, mma_kernel
 from microllm.ops.kernels.linear_tiles import tile_kernel
@@ -89,10 +89,15 @@ def multiply(o: Operands, into: Results, choice: Choice | None = None) -> None:
     if M == 0 or matrix.N == 0:
         return
     tiles, rows = num_tiles(matrix, choice), M if choice.form == "fma" else triton.cdiv(M, choice.constants["BLOCK_M"])
-    overlap = pdl(o.x.device)
-    KERNELS[choice.form][(tiles, rows)](
+    overlap, parts = pdl(o.x.device), ()
+    if choice.form == "tile":
+        sizes, stream = choice.constants, stream_of(o.x)
+        numel = tiles * rows * sizes["SPLIT"] * sizes["BLOCK_M"] * sizes["BLOCK_N"] if sizes["SPLIT"] > 1 else 1
+        parts = scratch(o.x.device, stream, "tile", triton.next_power_of_2(numel)), zeros(o.x.device, stream, 4096)
+        assert tiles * rows <= 4096 or sizes["SPLIT"] == 1, "more tiles than counters"
+    KERNELS[choice.form][(tiles, rows, choice.constants.get("SPLIT", 1))](
         o.x, o.w, o.scale, o.minimum, o.gain, o.bias, o.residual,
-        into.y, into.normed, into.first, into.second, into.best, into.index, M,
+        into.y, into.normed, into.first, into.second, into.best, into.index, *parts, M,
         row_stride(o.x), row_stride(o.w), row_stride(o.scale), row_stride(o.minimum), row_stride(o.residual),
         row_stride(into.y), N=matrix.N, K=matrix.K, EPS=o.eps, SWIGLU=o.swiglu, FORMAT=o.format, GROUP=o.group,
         **choice.constants, PDL=overlap, num_warps=choice.num_warps, num_stages=choice.num_stages,
@@ -155,13 +160,17 @@ def run_norm(
 
 
 def run_norm_swiglu(
-    x: Tensor, norm_weight: Tensor, w: Tensor, bias: Out, eps: float, *, out: Outs = None, sink: Sink = None
+    x: Tensor, norm_weight: Out, w: Tensor, bias: Out, eps: float, *, out: Outs = None, sink: Sink = None
 ) -> Tensor:
     """Run ``norm_linear_swiglu``."""
     y = result(x, w.shape[0] // 2, out)
     o = Operands(op="norm_linear_swiglu", x=x, w=w, bias=bias, gain=norm_weight, eps=eps, swiglu=True)
     if sink is not None:
-        sink.update(normed=x.new_empty(x.shape), gate=torch.empty_like(y), up=torch.empty_like(y))
+        sink.update(
+            normed=x.clone() if norm_weight is None else x.new_empty(x.shape),
+            gate=torch.empty_like(y),
+            up=torch.empty_like(y),
+        )
     multiply(o, Results(y=y, normed=sink and sink["normed"], first=sink and sink["gate"], second=sink and sink["up"]))
     return y
 
@@ -206,6 +215,8 @@ def case(
     strides = dict.fromkeys(STRIDES, "i32:16")
     wgmma = choice.form == "tile" and matrix.dtype != torch.float32
     uses = ("pdl", *("wgmma",) * wgmma, *("warps of 32",) * (choice.form == "mma"))
+    if choice.form == "tile":
+        signature |= {"parts_ptr": "*fp32", "done_ptr": "*i32"}
     return Compiled(
         KERNELS[choice.form], {**signature, "M": "i32", **strides},
         {**constexprs, **sizes, "GROUP": group, **choice.constants, "PDL": True}, choice.num_warps, choice.num_stages,
@@ -231,6 +242,7 @@ def _compiled() -> tuple[Compiled, ...]:
         case(long, 1, "residual"),
         *(case(wide, M, "gain") for M in (1, 8)),
         case(gate_up, 8, "gain", on=TARGETS["gfx942"]),
+        case(plain, 64, "bias"),
         case(plain, 512, "bias", tile=True),
         case(Matrix("linear", 896, 4864, FP32), 512, "bias", tile=True),
     )

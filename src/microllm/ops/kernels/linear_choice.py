@@ -4,8 +4,8 @@ Place: asked by ``linear.multiply`` for each call that is not replayed. Two entr
 of {N, K} what fixes the bits of the mma form (WARPS_K, KB, SUMS) and the most rows that take the fma form (fma_rows);
 of {M, N, K}, M rounded up to a bucket, the form (0 fma, 1 mma, 2 tile) and that form's blocks.
 
-The defaults are an H200's: one row takes fp32 multiply-adds; up to 16 rows, and narrow matrices beyond, matrix
-instructions straight from memory; wide matrices from 17 rows on, tiles. Inside ``batch_invariant`` every number of
+The defaults are an H200's: one row takes fp32 multiply-adds; up to 16 rows matrix instructions straight from memory;
+from 17 rows on tiles. Inside ``batch_invariant`` every number of
 rows takes the mma form. In fp32, which has no such instructions, and on AMD, whose lanes hold other fragments, tiles of
 16 rows stand in for it.
 
@@ -84,17 +84,17 @@ def choose(matrix: Matrix, M: int, target: Target, device: str, one_order: bool)
     if one_order and form != "mma":
         form, found = "mma", {}
     if form == "mma" and target != INTERPRETER and (matrix.dtype == torch.float32 or target.warp_size != 32):
-        tile = wide_tile(matrix, 16, target)
+        tile = wide_tile(matrix, 16, target)  # never split: its rows' bits are promised
         return Choice("tile", _only(tile, _TILE), tile["num_warps"], tile["STAGES"])
     if form == "mma":
         tile = _mma_tile(matrix, bucket, order, target) | found
         return Choice(form, _only(tile, _MMA) | _only(order, _ORDER), order["WARPS_K"])
-    tile = (_fma_tile(matrix, target) if form == "fma" else wide_tile(matrix, M, target)) | found
+    tile = (_fma_tile(matrix, target) if form == "fma" else _split_tile(matrix, M, target)) | found
     return Choice(form, _only(tile, _FMA if form == "fma" else _TILE), tile["num_warps"], tile.get("STAGES", 1))
 
 
 _ORDER, _MMA = ("WARPS_K", "KB", "SUMS"), ("BLOCK_M", "BLOCK_N", "EARLY", "AHEAD")
-_FMA, _TILE = ("ROWS", "REP", "BLOCK_K", "EARLY"), ("BLOCK_M", "BLOCK_N", "BLOCK_K", "STAGES")
+_FMA, _TILE = ("ROWS", "REP", "BLOCK_K", "EARLY"), ("BLOCK_M", "BLOCK_N", "BLOCK_K", "STAGES", "SPLIT")
 
 
 def _only(tile: Tile, names: tuple[str, ...]) -> Tile:
@@ -104,7 +104,7 @@ def _only(tile: Tile, names: tuple[str, ...]) -> Tile:
 def _form(matrix: Matrix, M: int, fma_rows: int) -> str:
     if M <= fma_rows:
         return "fma"
-    return "tile" if M > BUCKETS[-1] or (M > 16 and matrix.outputs >= WIDE) else "mma"
+    return "tile" if M > 16 else "mma"
 
 
 def _order(matrix: Matrix) -> Tile:
@@ -161,7 +161,19 @@ def wide_tile(matrix: Matrix, M: int, target: Target) -> Tile:
     small = target.shared_bytes <= 64 * 1024
     warps = 8 if rows == 128 else 4
     stages = 2 if small else 3
-    return {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": block, "STAGES": stages, "num_warps": warps}
+    return {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": block, "STAGES": stages, "SPLIT": 1, "num_warps": warps}
+
+
+def _split_tile(matrix: Matrix, M: int, target: Target) -> Tile:
+    """Return the tile form's blocks where rows share no promise of bits: long steps, and K shared by programs."""
+    tile = wide_tile(matrix, M, target)
+    if M > 64 or matrix.dtype == torch.float32 or matrix.format != "plain" or target.shared_bytes < 200_000:
+        return tile
+    tile |= {"BLOCK_K": 128, "STAGES": 4}
+    tiles, steps = triton.cdiv(matrix.outputs, tile["BLOCK_N"]), triton.cdiv(matrix.K, 128)
+    if not (matrix.swiglu or matrix.normed):
+        tile["SPLIT"] = next(n for n in (8, 4, 2, 1) if n == 1 or (tiles * n <= 132 and steps >= 2 * n - 1))
+    return tile
 
 
 @cache
