@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_files import assert_same_end, steps
 from safetensors.torch import load_file
 
 from microllm.errors import CheckpointError, ConfigError, TrainingError
@@ -19,22 +20,6 @@ from microllm.training import OptimizerConfig, ScheduleConfig, Trainer, train
 from microllm.training.checkpoints import latest_checkpoint, open_complete
 from microllm.training.dataset import Dataset
 from microllm.training.network import TrainBlock
-
-FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors")
-
-
-def steps(output):
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [(r["step"], r["loss"], r["grad_norm"], r["learning_rate"]) for r in rows if r["kind"] == "step"]
-
-
-def assert_same_end(one, other, step):
-    for name in FILES:
-        mine, theirs = (load_file(output / f"checkpoints/step-{step:08d}/{name}") for output in (one, other))
-        assert mine.keys() == theirs.keys()
-        assert all(tensor.equal(theirs[key]) for key, tensor in mine.items()), name
-    assert steps(one) == steps(other)
-    assert [row[0] for row in steps(one)] == list(range(1, step + 1))
 
 
 def test_five_and_five_steps_are_ten(make_config, tmp_path):

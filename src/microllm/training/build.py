@@ -7,9 +7,9 @@ weights are in the precision that computes.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,11 +117,13 @@ def _check_fit(config: TrainConfig, shape: ModelConfig, index: Index, ranks: Ran
 
 
 def _replicated(network: TrainNetwork, on_bucket: Callable[[], None]) -> nn.Module:
-    def reduce(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:  # noqa: ANN401  torch's own
+    def reduce(group, bucket):  # noqa: ANN001, ANN202  DDP takes its own annotations or none
         on_bucket()
         return allreduce_hook(group, bucket)
 
-    wrapped = DistributedDataParallel(network, gradient_as_bucket_view=True, broadcast_buffers=False)
+    with warnings.catch_warnings():  # newer torch has another name for it, which older torch does not know
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped = DistributedDataParallel(network, gradient_as_bucket_view=True, broadcast_buffers=False)
     wrapped.register_comm_hook(None, reduce)
     return wrapped
 
@@ -131,7 +133,8 @@ def _shard(network: TrainNetwork, dtype: torch.dtype, ranks: Ranks) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in network.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(network, mesh=mesh, mp_policy=policy)
+    done = {p for block in network.blocks for p in block.parameters()}  # the model holds them too, by other paths
+    fully_shard(network, mesh=mesh, mp_policy=policy, ignored_params=done)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -118,6 +118,9 @@ def joined(device_name: str) -> Iterator[Ranks]:
     device = choose_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if dist.is_initialized():  # the caller's group, which stays the caller's
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+        return
     if not dist.is_torchelastic_launched():
         yield Ranks(0, 1, device)
         return
