@@ -33,28 +33,48 @@ from microllm.ops.target import target_of
 
 
 @triton.jit
+def _angles(cos_ptr, sin_ptr, angle_stride, position, ok, C, P: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return what rows at some positions are multiplied by, and their partners: [rows, BLOCK_D] each."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    at = tl.minimum(tl.maximum(position, 0), C - 1)[:, None] * angle_stride + d % P
+    turns = ok[:, None] & (d < 2 * P)
+    sin = tl.load(sin_ptr + at, mask=turns, other=0.0)
+    return tl.load(cos_ptr + at, mask=turns, other=1.0), tl.where(d < P, -sin, sin)
+
+
+@triton.jit
+def _gain(weight_ptr, D: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return a norm's weight in fp32, as it is and partner by partner; ones where there is none."""
+    d = tl.arange(0, BLOCK_D)
+    w = tl.full([BLOCK_D], 1.0, tl.float32)
+    other = w
+    if weight_ptr is not None:
+        w = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        other = tl.load(weight_ptr + _partner(d, P), mask=d < D, other=0.0).to(tl.float32)
+    return w[None, :], other[None, :]
+
+
+@triton.jit
+def _partner(d, P: tl.constexpr):
+    return tl.where(d < P, d + P, tl.where(d < 2 * P, d - P, d))
+
+
+@triton.jit
 def _turned(
-    x_ptr, at, ok, position, weight_ptr, cos_ptr, sin_ptr, angle_stride, C, EPS: tl.constexpr,
+    x_ptr, at, ok, cos, sin, w, w_other, NORMED: tl.constexpr, EPS: tl.constexpr,
     D: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return rows of x [M, BLOCK_D], normed where there is a weight, turned by their positions, rounded."""
-    d = tl.arange(0, BLOCK_D)
-    other = tl.where(d < P, d + P, tl.where(d < 2 * P, d - P, d))
-    there = ok[:, None] & (d < D)[None, :]
-    x = tl.load(x_ptr + at[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
-    y = tl.load(x_ptr + at[:, None] + other[None, :], mask=there, other=0.0).to(tl.float32)
+    """Return rows of x [rows, BLOCK_D], normed where told, turned by their angles, rounded."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    there = ok[:, None] & (d < D)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    if weight_ptr is not None:
+    x = tl.load(x_ptr + at[:, None] + d, mask=there, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr + at[:, None] + _partner(d, P), mask=there, other=0.0).to(tl.float32)
+    if NORMED:
         scale = tl.rsqrt(tl.sum(x * x, 1) * (1.0 / D) + EPS)[:, None]
-        w = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        w_other = tl.load(weight_ptr + other, mask=d < D, other=0.0).to(tl.float32)[None, :]
         x = ((x * scale).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
         y = ((y * scale).to(dtype).to(tl.float32) * w_other).to(dtype).to(tl.float32)
-    angle = tl.minimum(tl.maximum(position, 0), C - 1)[:, None] * angle_stride + (d % P)[None, :]
-    turns = ok[:, None] & (d < 2 * P)[None, :]
-    cos = tl.load(cos_ptr + angle, mask=turns, other=1.0)
-    sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)
-    return (x * cos + y * tl.where(d < P, -1.0, 1.0)[None, :] * sin).to(dtype)
+    return (x * cos + y * sin).to(dtype)
 
 
 @triton.jit
@@ -87,26 +107,12 @@ def _stored(x, like_ptr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _new_token(
-    k_ptr, v_ptr, at, k_own, v_own, page_row, position, mine, writes, page_stride, slot_stride, weight_ptr, cos_ptr,
-    sin_ptr, angle_stride, C, EPS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
-    FORMAT: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Return a new token's key and value [1, BLOCK_D] as pages hold them, and write them there if ``writes``."""
-    zero, d = tl.full([1], 0, tl.int64), tl.arange(0, BLOCK_D)[None, :]
-    ok = (zero == 0) & mine
-    there = ok[:, None] & (d < D)
-    k = _turned(
-        k_ptr, zero + at, ok, zero.to(tl.int32) + position, weight_ptr, cos_ptr, sin_ptr, angle_stride, C, EPS,
-        D, P, BLOCK_D,
-    )  # fmt: skip
-    k = _stored(k, k_own, FORMAT)
-    v = _stored(tl.load(v_ptr + at + d, mask=there, other=0.0), v_own, FORMAT)
-    page = tl.load(page_row + position // S, mask=mine, other=0).to(tl.int64)
-    slot = page * page_stride + (position % S) * slot_stride + d
-    tl.store(k_own + slot, k, mask=there & writes)
-    tl.store(v_own + slot, v, mask=there & writes)
-    return k, v
+def _row(x, i, BLOCK_T: tl.constexpr):
+    """Return row i of x [BLOCK_T, BLOCK_D] as [1, BLOCK_D]."""
+    if BLOCK_T > 1:
+        picked = (tl.arange(0, BLOCK_T) == i)[:, None]
+        x = tl.sum(tl.where(picked, x.to(tl.float32), 0.0), 0)[None, :].to(x.dtype)
+    return x
 
 
 @triton.jit
@@ -139,7 +145,7 @@ def attention_step_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     dtype: tl.constexpr = tl.float32 if FP32 else q_ptr.dtype.element_ty
-    rows = tl.arange(0, BLOCK_A)
+    rows, new, d = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)[None, :]
     lengths, counts = splits_of(positions_ptr, positions_stride, A, T, SPLIT, BLOCK_A, BLOCK_T)
     ends = tl.cumsum(counts, 0)
     lanes, num_rows = (T * R + 15) // 16 * G, tl.minimum(T * R, 16)
@@ -153,16 +159,33 @@ def attention_step_kernel(
         g, row = lane % G, lane // G * 16 + tl.arange(0, 16)
         t, h = row // R, g * R + row % R
         last = tl.load(positions_ptr + a * positions_stride + t, mask=t < T, other=-1).to(tl.int32)
+        position = tl.load(positions_ptr + a * positions_stride + new, mask=new < T, other=-1).to(tl.int32)
         begin, end = split * SPLIT, tl.minimum(split * SPLIT + SPLIT, length)
+        mine = (position >= begin) & (position < end)
         page_row = table_ptr + a * table_stride
         k_own, v_own = k_pages + g * group_stride, v_pages + g * group_stride
         k_raw, v_raw = _keys(k_own, v_own, page_row, begin, end, page_stride, slot_stride, S, D, BLOCK_D, BLOCK_K)
+        page = tl.load(page_row + position // S, mask=mine, other=0).to(tl.int64)
+        slot = (page * page_stride + (position % S) * slot_stride)[:, None] + d
+        q_cos, q_sin = _angles(cos_ptr, sin_ptr, angle_stride, last, t < T, C, P, BLOCK_D)
+        k_cos, k_sin = _angles(cos_ptr, sin_ptr, angle_stride, position, mine, C, P, BLOCK_D)
+        q_gain, q_other = _gain(q_weight, D, P, BLOCK_D)
+        k_gain, k_other = _gain(k_weight, D, P, BLOCK_D)
         if PDL:
             tl.extra.cuda.gdc_wait()  # what this step makes is read from here on; the wait is over after the first turn
+        at = a * k_row + new * k_token + g * k_head
+        there = mine[:, None] & (d < D)
         q = _turned(
-            q_ptr, a * q_row + t * q_token + h * q_head, t < T, last, q_weight, cos_ptr, sin_ptr, angle_stride, C, EPS,
-            D, P, BLOCK_D,
+            q_ptr, a * q_row + t * q_token + h * q_head, t < T, q_cos, q_sin, q_gain, q_other, q_weight is not None,
+            EPS, D, P, BLOCK_D,
         ).to(dtype)  # fmt: skip
+        k_new = _turned(
+            k_ptr, at, mine, k_cos, k_sin, k_gain, k_other, k_weight is not None, EPS, D, P, BLOCK_D
+        )  # fmt: skip
+        k_new = _stored(k_new, k_pages, FORMAT)
+        v_new = _stored(tl.load(v_ptr + at[:, None] + d, mask=there, other=0.0), v_pages, FORMAT)
+        tl.store(k_own + slot, k_new, mask=there & (lane < G))
+        tl.store(v_own + slot, v_new, mask=there & (lane < G))
         best = tl.full([16], float("-inf"), tl.float32)
         total = tl.zeros([16], tl.float32)
         context = tl.zeros([16, BLOCK_D], tl.float32)
@@ -174,15 +197,9 @@ def attention_step_kernel(
                 )
             key = start + tl.arange(0, BLOCK_K)
             for i in range(0, 1 if BLOCK_T == 1 else T):
-                position = tl.load(positions_ptr + a * positions_stride + i, mask=i < T, other=-1).to(tl.int32)
-                mine = (position >= start) & (position < start + BLOCK_K)
-                k_new, v_new = _new_token(
-                    k_ptr, v_ptr, a * k_row + i * k_token + g * k_head, k_own, v_own, page_row, position, mine,
-                    lane < G, page_stride, slot_stride, k_weight, cos_ptr, sin_ptr, angle_stride, C, EPS,
-                    D, P, S, FORMAT, BLOCK_D,
-                )  # fmt: skip
-                k = tl.where((key == position)[:, None], _plain(k_new, FORMAT, dtype), k)
-                v = tl.where((key == position)[:, None], _plain(v_new, FORMAT, dtype), v)
+                here = key == tl.load(positions_ptr + a * positions_stride + i).to(tl.int32)
+                k = tl.where(here[:, None], _plain(_row(k_new, i, BLOCK_T), FORMAT, dtype), k)
+                v = tl.where(here[:, None], _plain(_row(v_new, i, BLOCK_T), FORMAT, dtype), v)
             best, total, context = _attend(q, k, v, start, end, last, best, total, context, SCALE, BLOCK_K)
         out, out_at = out_ptr + a * out_row, t * out_token + h * out_head
         if num_splits == 1:
