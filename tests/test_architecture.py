@@ -140,7 +140,8 @@ MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 # structures +2,600, errors +10: catalog with references, guards, gates, calibration, loop, decisions, adoption.
 # training +900, cli +130, io +10: data, the packed pass, ranks, captured steps, exact checkpoints, adapters, the curve.
 # sampling +100, io +5: answers held to a grammar, by llguidance.
-PACKAGE_BUDGET = 23_935
+# lab +330, cli +20: three training steps beside the twin, and the training benchmark.
+PACKAGE_BUDGET = 24_285
 ROOM_BUDGET: dict[str, int] = {
     "errors": 35,
     "config": 175,
@@ -154,8 +155,8 @@ ROOM_BUDGET: dict[str, int] = {
     "inference": 1800,
     "training": 1800,
     "serving": 1800,
-    "lab": 3505,
-    "cli": 840,
+    "lab": 3835,
+    "cli": 860,
     "__init__": 15,
     "__main__": 5,
 }

@@ -22,6 +22,8 @@ class Align:
         """Print the verdict; 0 when everything is within its limit."""
         from microllm.lab.align import run_align
 
+        if self.config.train:
+            return self._run_train()
         report = run_align(self.config)
         if self.as_json:
             print(report.model_dump_json())
@@ -34,4 +36,16 @@ class Align:
         print(report.verdict)
         if self.config.output is not None:
             print(f"report: {self.config.output}")
+        return 0 if report.passed else 1
+
+    def _run_train(self) -> int:
+        from microllm.lab.align_train import run_align_train
+
+        report = run_align_train(self.config)
+        if self.as_json:
+            print(report.model_dump_json())
+        else:
+            print(report.verdict)
+            if report.negligible:
+                print(f"negligible gradients, not judged: {', '.join(report.negligible)}")
         return 0 if report.passed else 1

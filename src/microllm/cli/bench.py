@@ -12,6 +12,7 @@ import tyro
 
 from microllm.lab.bench import BenchConfig, Workload
 from microllm.lab.bench_ops import OpsConfig
+from microllm.lab.bench_train import BenchTrainConfig
 from microllm.lab.quality import QualityConfig
 from microllm.lab.roofline import RooflineConfig
 from microllm.lab.startup import StartupConfig
@@ -122,6 +123,21 @@ class BenchOps:
         return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class BenchTrain:
+    """Tokens a second and peak memory of training steps, beside transformers with torch's fused AdamW."""
+
+    config: BenchTrainConfig = field(default_factory=BenchTrainConfig)
+    as_json: Json = False
+
+    def run(self) -> int:
+        """Print the rows."""
+        from microllm.lab.bench_train import measure_train
+
+        _show(measure_train(self.config, _progress), as_json=self.as_json)
+        return 0
+
+
 def _run_bench(workload: Workload, config: BenchConfig, *, as_json: bool) -> int:
     from microllm.lab.bench import measure_bench
 
@@ -162,6 +178,7 @@ class Bench:
         | Annotated[BenchQuality, tyro.conf.subcommand("quality")]
         | Annotated[BenchRoofline, tyro.conf.subcommand("roofline")]
         | Annotated[BenchOps, tyro.conf.subcommand("ops")]
+        | Annotated[BenchTrain, tyro.conf.subcommand("train")]
     )
 
     def run(self) -> int:

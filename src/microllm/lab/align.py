@@ -72,6 +72,7 @@ class AlignConfig:
         attention: Which attention transformers uses.
         device: Where both models run.
         output: Directory for report.json, report.md, layers.png and manifest.json.
+        train: Compare three training steps in fp32 instead: loss, gradients, moments, parameters (train.json).
     """
 
     model: str = "demo"
@@ -87,6 +88,7 @@ class AlignConfig:
     attention: Attention = "sdpa"
     device: str = "cpu"
     output: Path | None = None
+    train: bool = False
 
     @property
     def dtypes(self) -> tuple[Dtype, ...]:
@@ -147,7 +149,7 @@ def run_align(config: AlignConfig, *, twin: nn.Module | None = None) -> AlignRep
             for name in ("report.json", "report.md", "layers.png"):  # an older run's would not fit the manifest
                 (config.output / name).unlink(missing_ok=True)
         source = resolve_model(config.model)
-        ids_BT = torch.tensor([_token_ids(config, source)], device=config.device)
+        ids_BT = torch.tensor([token_ids(config, source)], device=config.device)
     with stage("twin"):
         twin = twin or load_twin(source, device=config.device, attention=config.attention)
     work = _Work(config, source, twin, ids_BT, stage)
@@ -270,7 +272,8 @@ def perturb_weight(model: Transformer, site: str) -> str:
     return f"{site}.weight{list(at)}: {-weight[at].item():.4g} became {weight[at].item():.4g}"
 
 
-def _token_ids(config: AlignConfig, source: ModelSource) -> list[int]:
+def token_ids(config: AlignConfig, source: ModelSource) -> list[int]:
+    """Return the tokens to compare on: those given, of the text given, or of the built-in passage."""
     wanted = config.num_tokens
     if config.tokens:
         ids = list(config.tokens)

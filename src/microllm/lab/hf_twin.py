@@ -9,14 +9,17 @@ from __future__ import annotations
 import copy
 import importlib.util
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from microllm.config import ModelConfig
 from microllm.errors import CheckpointError, MissingExtraError
+from microllm.io.hf_config import to_hf_config
+from microllm.io.names import HEAD, file_name
 from microllm.io.resolve import ModelSource
 
 Attention = Literal["sdpa", "eager"]
@@ -48,6 +51,29 @@ def load_twin(
             ) from error
         twin.generation_config = transformers.GenerationConfig()
     return twin.to(device).eval()
+
+
+def make_twin(
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    attention: Attention = "sdpa",
+) -> Any:  # noqa: ANN401
+    """Return ``transformers``' model of a config, with our weights (by run-time name).
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+    """
+    transformers = _transformers()
+    written = to_hf_config(config)
+    shape = transformers.AutoConfig.for_model(**written)
+    twin = transformers.AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa")
+    missing, unexpected = twin.load_state_dict({file_name(name): t for name, t in weights.items()}, strict=False)
+    assert not unexpected, unexpected
+    assert set(missing) <= {HEAD}, missing
+    return twin.to(device)
 
 
 def cast_twin(twin: nn.Module, dtype: torch.dtype) -> Any:  # noqa: ANN401

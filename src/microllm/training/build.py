@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,7 +82,7 @@ def build(config: TrainConfig, index: Index, ranks: Ranks, on_bucket: Callable[[
     else:
         copies.make(network.parameters())
         if ranks.world > 1:
-            run = _replicated(network, on_bucket)
+            run = _replicated(network, ranks.device, on_bucket)
     return Built(model.config, model, network, adapters, copies, run, precision)
 
 
@@ -116,14 +117,19 @@ def _check_fit(config: TrainConfig, shape: ModelConfig, index: Index, ranks: Ran
                           "rank, and sharding only of a whole model over several ranks")  # fmt: skip
 
 
-def _replicated(network: TrainNetwork, on_bucket: Callable[[], None]) -> nn.Module:
+def _replicated(network: TrainNetwork, device: torch.device, on_bucket: Callable[[], None]) -> nn.Module:
     def reduce(group, bucket):  # noqa: ANN001, ANN202  DDP takes its own annotations or none
         on_bucket()
         return allreduce_hook(group, bucket)
 
     with warnings.catch_warnings():  # newer torch has another name for it, which older torch does not know
         warnings.simplefilter("ignore", FutureWarning)
-        wrapped = DistributedDataParallel(network, gradient_as_bucket_view=True, broadcast_buffers=False)
+        # A capture cannot wait for the default stream, and DDP's gradients are made on the stream that it is made on.
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            wrapped = DistributedDataParallel(network, gradient_as_bucket_view=True, broadcast_buffers=False)
+        if stream is not None:
+            torch.cuda.current_stream(device).wait_stream(stream)
     wrapped.register_comm_hook(None, reduce)
     return wrapped
 

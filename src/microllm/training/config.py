@@ -112,7 +112,7 @@ class TrainConfig:
         deterministic: Take no kernel whose bits change from run to run.
         recompute: Compute each block's activations again in the backward pass: less memory, more time.
         compile: Compile each block with torch.compile.
-        capture: Replay forward and backward as one CUDA graph; auto: on a GPU, where the rest allows it.
+        capture: Replay forward and backward as one CUDA graph; auto: in bf16 on one GPU, without compile.
         shard: Shard parameters, gradients and moments over the ranks (FSDP2) instead of copying them (DDP).
         level: reference runs every operator in plain torch; auto takes the best level.
         checkpoint_every: Steps between checkpoints; there is always one at the end.

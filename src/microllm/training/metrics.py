@@ -68,6 +68,8 @@ class StepClock:
     def mark(self, part: str = "") -> None:
         """Say that ``part`` has ended here; without a name, that a step begins."""
         moment: Any = time.perf_counter()
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # what is captured now is timed when it is replayed, as one part
         if self._device.type == "cuda":
             moment = torch.cuda.Event(enable_timing=True)
             moment.record()

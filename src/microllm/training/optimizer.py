@@ -60,9 +60,12 @@ class AdamW:
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, seed: int) -> None:
         self.config, self.seed = config, seed if config.stochastic_rounding else -1
         dtype = torch.float32 if config.moments == "fp32" else torch.bfloat16
-        self._parameters = dict(parameters)
         self.exp_avg = {n: torch.zeros_like(p, dtype=dtype) for n, p in parameters.items()}
         self.exp_avg_sq = {n: torch.zeros_like(p, dtype=dtype) for n, p in parameters.items()}
+        self._groups = [
+            _Group(decay, [n for n, p in parameters.items() if (p.dim() >= 2) == decays], parameters, self)
+            for decays, decay in ((True, config.weight_decay), (False, 0.0))
+        ]
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -72,16 +75,24 @@ class AdamW:
 
     def step(self, rate: float, step: int) -> None:
         """Move every parameter by its gradient."""
-        config, parameters = self.config, self._parameters
-        for decays in (True, False):
-            names = [n for n, p in parameters.items() if (p.dim() >= 2) == decays and p.grad is not None]
-            if names:
+        config = self.config
+        for group in self._groups:
+            if group.parameters:
                 ops.adamw(
-                    [local(parameters[n].detach()) for n in names], [local(_grad(parameters[n])) for n in names],
-                    [local(self.exp_avg[n]) for n in names], [local(self.exp_avg_sq[n]) for n in names], lr=rate,
-                    beta1=config.beta1, beta2=config.beta2, eps=config.eps,
-                    weight_decay=config.weight_decay if decays else 0.0, step=step, seed=self.seed,
+                    group.held, [local(_grad(p)) for p in group.parameters], group.exp_avgs, group.exp_avg_sqs,
+                    lr=rate, beta1=config.beta1, beta2=config.beta2, eps=config.eps, weight_decay=group.decay,
+                    step=step, seed=self.seed,
                 )  # fmt: skip
+
+
+class _Group:
+    """Parameters of one decay, with what this rank holds of them and their moments: listed once, not every step."""
+
+    def __init__(self, decay: float, names: list[str], parameters: Mapping[str, nn.Parameter], state: AdamW) -> None:
+        self.decay, self.parameters = decay, [parameters[n] for n in names]
+        self.held = [local(p.detach()) for p in self.parameters]
+        self.exp_avgs = [local(state.exp_avg[n]) for n in names]
+        self.exp_avg_sqs = [local(state.exp_avg_sq[n]) for n in names]
 
 
 class SGD:

@@ -31,7 +31,8 @@ class Passes:
     def __init__(self, config: TrainConfig, built: Built, ranks: Ranks) -> None:
         self._built, self._ranks = built, ranks
         self._parameters = list(built.parameters.values())
-        suits = ranks.device.type == "cuda" and built.precision == "bf16" and not (config.compile or config.shard)
+        suits = ranks.device.type == "cuda" and built.precision == "bf16" and ranks.world == 1
+        suits = suits and not (config.compile or config.shard)
         self.captures = config.capture == "on" or (config.capture == "auto" and suits)
         self.fixed_shape = self.captures or config.compile
         self._captured = Captured(built, ranks) if self.captures else None
