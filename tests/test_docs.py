@@ -103,3 +103,20 @@ def test_example_runs(path):
 def test_examples_are_seven_of_at_most_forty_lines():
     assert len(EXAMPLES) == 7
     assert {path.stem: n for path in EXAMPLES if (n := len(path.read_text().splitlines())) > 40} == {}
+
+
+def test_the_training_pages_commands_parse():
+    text = (ROOT / "docs/training.md").read_text()
+    commands = re.findall(r"^\$ (?:torchrun.* -m )?microllm (.*)$", text, re.MULTILINE)
+    assert len(commands) >= 6
+    for command in commands:
+        words = command.split()
+        with contextlib.redirect_stdout(io.StringIO()) as page, pytest.raises(SystemExit) as stopped:
+            main([*words[: 2 if words[0] in ("data", "bench") else 1], "--help"])
+        assert stopped.value.code == 0, command
+        for flag in re.findall(r"--[a-z-]+", command):
+            assert flag in page.getvalue(), f"{flag} of: {command}"
+    for flag in set(re.findall(r"`(--[a-z-]+)", text)):
+        with contextlib.redirect_stdout(io.StringIO()) as page, pytest.raises(SystemExit):
+            main(["train", "--help"])
+        assert flag in page.getvalue(), flag

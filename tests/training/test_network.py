@@ -156,3 +156,16 @@ def test_accumulation_changes_no_gradient(micro_rows, packed, tmp_path):
     assert other_loss == pytest.approx(loss, rel=1e-6)
     assert other_norm == pytest.approx(norm, rel=1e-6)
     assert max(distance(parts, whole).values()) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at all it is given
+def test_compiled_blocks_give_the_same_gradients(packed, tmp_path):
+    from dataclasses import replace
+
+    config = TrainConfig(data=packed, output=tmp_path, model="tiny", batch_rows=4, row_tokens=32, device="cpu")
+    index = open_index(packed)
+    loss, _, eager = split(config, index, 4)
+    compiled_loss, _, compiled = split(replace(config, compile=True), index, 4)
+    assert compiled_loss == pytest.approx(loss, rel=1e-6)
+    assert max(distance(compiled, eager).values()) <= 1e-5
