@@ -161,9 +161,81 @@ def test_a_damaged_newest_checkpoint_is_told_and_its_steps_done_again(make_confi
 def test_nothing_whole_is_an_error_and_not_a_new_beginning(make_config):
     config = make_config(num_steps=1)
     train(config)
-    (config.output / "checkpoints/step-00000001/complete").unlink()
+    weights = config.output / "checkpoints/step-00000001/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="step-00000001"):
         train(config)
+
+
+def test_a_first_checkpoint_that_was_never_ended_is_begun_anew(make_config):
+    config = make_config(num_steps=2)
+    train(config)
+    want = steps(config.output)
+    (config.output / "checkpoints/step-00000002/complete").unlink()
+    rows = []
+    train(config, rows.append)
+    assert "writing did not end" in rows[0]["reason"]
+    assert steps(config.output) == want
+
+
+def test_a_run_that_another_process_trains_is_refused(make_config):
+    from microllm.errors import EvidenceError
+    from microllm.evidence.journal import exclusive
+
+    config = make_config(num_steps=1)
+    config.output.mkdir()
+    (config.output / ".lock").touch()
+    with exclusive(config.output / ".lock", ""), pytest.raises(EvidenceError, match="another process"):
+        train(config)
+
+
+def test_a_file_size_limit_of_the_system_leaves_the_previous_checkpoint(make_config):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def show(row):
+        if row["kind"] == "checkpoint":  # the next file above a megabyte cannot be written
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+
+    config = make_config(num_steps=4, checkpoint_every=2)
+    try:
+        with pytest.raises(CheckpointError, match="writing model"):
+            train(config, show)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    complete, refused = latest_checkpoint(config.output / "checkpoints")
+    assert complete is not None
+    assert (complete.step, refused) == (2, [])
+    assert train(config)["step"] == 4
+
+
+@pytest.mark.parametrize("content", ["a\n\nb\n", "the king\n"])
+def test_odd_little_data(content, make_config, tokenizer, tmp_path):
+    (tmp_path / "odd.txt").write_text(content)
+    rows = []
+    config = make_config(data=tmp_path / "odd.txt", num_steps=3, batch_rows=5, row_tokens=64, checkpoint_every=9)
+    train(config, rows.append)  # less than one row: it comes again and again
+    assert [row["num_targets"] for row in rows if row["kind"] == "step"] == [rows[0]["num_targets"]] * 3
+    assert rows[0]["loss"] > 0
+
+
+def test_data_without_a_target_is_refused(make_config, tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "the"}]}\n')
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((tokenizer / name).read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    from microllm.errors import DataError
+    from microllm.training import PackConfig, pack_data
+
+    pack_data(PackConfig(
+        input=(path,), output=tmp_path / "data", tokenizer=str(tmp_path), validation_fraction=0
+    ))  # fmt: skip
+    with pytest.raises(DataError, match="without a target"):
+        train(make_config(data=tmp_path / "data"))
 
 
 def test_another_config_is_refused_with_its_fields(make_config):

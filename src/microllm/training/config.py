@@ -163,6 +163,8 @@ class TrainConfig:
         for name in ("micro_rows", "validate_every", "sample_every", "sample_tokens", "check_ranks_every", "seed"):
             _require(getattr(self, name) >= 0, f"got {name}={getattr(self, name)}; need 0 or more")
         _require(self.stop_at is None or self.stop_at >= 1, f"got stop_at={self.stop_at}; need at least 1")
+        _require(not self.lora.lora_rank or self.preset is None,
+                 f"got lora_rank={self.lora.lora_rank} for the preset {self.model}; need a trained model")  # fmt: skip
         _require(not (self.capture == "on" and (self.shard or self.compile)),
                  "got capture=on with shard or compile; need one of them")  # fmt: skip
 

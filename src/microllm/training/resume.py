@@ -17,6 +17,7 @@ from microllm.evidence.environment import capture_environment
 from microllm.io.safetensors_files import SafetensorsSource
 from microllm.training.build import Built, fill, whole
 from microllm.training.checkpoints import (
+    MARKER,
     OPTIMIZER_FILE,
     RANDOM_FILE,
     Complete,
@@ -61,7 +62,7 @@ class Keeper:
             raise found
         complete, self.refused = found
         if complete is None:
-            if self.refused:
+            if any((path / MARKER).is_file() for path in self.directory.glob("step-*")):  # else no write ever ended
                 raise CheckpointError(
                     f"got no whole checkpoint in {self.directory}: {'; '.join(self.refused)}; need one; remove them "
                     "to begin anew"

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from microllm import ops
 from microllm.errors import DataError, TrainingError
+from microllm.evidence.journal import exclusive
 from microllm.io.paths import expanded
 from microllm.ops.cross_entropy import IGNORE
 from microllm.training.build import build
@@ -69,6 +70,8 @@ class Trainer:
     def __init__(self, config: TrainConfig, ranks: Ranks, report: Report) -> None:
         self.config, self.ranks, self._report = config, ranks, report
         self.output = expanded(config.output)
+        if ranks.is_first:
+            self.output.mkdir(parents=True, exist_ok=True)
         self.index = _open_data(config, self.output, ranks)
         self.rows = Dataset(self.index, "train", config.row_tokens, whole=config.whole_documents)
         self.validation = Dataset(self.index, "validation", config.row_tokens, whole=config.whole_documents)
@@ -87,17 +90,19 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Go on to the last step, or to a signal, and leave a checkpoint."""
-        if self.ranks.is_first:
-            self._metrics = Metrics(self.output, self.step, tensorboard=self.config.tensorboard)
-        try:
+        with ExitStack() as stack:
+            if self.ranks.is_first:
+                lock = self.output / ".lock"
+                lock.touch()
+                busy = f"got a run in {self.output} that another process is training; need it to end; or another output"
+                stack.enter_context(exclusive(lock, busy))
+                self._metrics = Metrics(self.output, self.step, tensorboard=self.config.tensorboard)
+                stack.callback(self._metrics.close)
             with _signals(self._stop):
                 for reason in self.keeper.refused:
                     self._write({"kind": "refused", "step": self.step, "reason": reason})
                 self._take_steps()
             return self._write({"kind": "end", "step": self.step, "stopped": self.step < self.config.last_step})
-        finally:
-            if self._metrics is not None:
-                self._metrics.close()
 
     def _take_steps(self) -> None:
         self._start_clock()
@@ -141,8 +146,9 @@ class Trainer:
         batches, num_tokens = self._batches()
         counted = float(sum(int((rows.targets_N != IGNORE).sum()) for rows in batches))
         contexts = float(sum(int((rows.positions_N + 1).sum()) for rows in batches))
+        laid = float(sum(len(rows.positions_N) for rows in batches))
         self.clock.mark("data")
-        counted, contexts, stopping = ranks.sum([counted, contexts, float(self._stopping)])
+        counted, contexts, laid, stopping = ranks.sum([counted, contexts, laid, float(self._stopping)])
         if stopping:
             return None
         self.clock.mark("communication" if ranks.world > 1 else "data")
@@ -174,12 +180,9 @@ class Trainer:
         total_s, self._last_row_at = now - self._last_row_at, now
         return {
             "kind": "step", "step": self.step, "loss": loss, "learning_rate": rate, "grad_norm": norm,
-            "num_targets": int(counted), "num_tokens": num_tokens, "mean_context": contexts / self._num_laid(batches),
+            "num_targets": int(counted), "num_tokens": num_tokens, "mean_context": contexts / laid,
             "total_s": total_s, "marks": self.clock.take(),
         }  # fmt: skip
-
-    def _num_laid(self, batches: list[Rows]) -> int:
-        return self.ranks.world * sum(len(rows.positions_N) for rows in batches)
 
     def _flush(self, row: dict[str, Any] | None) -> None:
         """Write a step's row, once the device has done the step."""
@@ -262,7 +265,10 @@ def _open_data(config: TrainConfig, output: Path, ranks: Ranks) -> Index:
         if problem is not None:
             raise problem
         data = packed
-    return open_index(data)
+    index = open_index(data)
+    if not sum(shard["num_targets"] for shard in index.content["splits"]["train"]):
+        raise DataError(f"got {data} without a target; need a document of two tokens, or an assistant's answer")
+    return index
 
 
 def _tokenizer_for(config: TrainConfig, data: Path, output: Path) -> str:
