@@ -123,6 +123,7 @@ CHECKED_KEYWORDS = {
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50  # from `def` to the last line, docstring included
+MAX_KERNEL_LINES = 90  # a kernel is one body: what a part of it needs of the rest is a score of values
 MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 
 # Lines of code (not blank, comment or docstring) that each room may grow to; they add up to the package's.
@@ -141,18 +142,19 @@ MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 # training +900, cli +130, io +10: data, the packed pass, ranks, captured steps, exact checkpoints, adapters, the curve.
 # sampling +100, io +5: answers held to a grammar, by llguidance.
 # lab +330, cli +20: three training steps beside the twin, and the training benchmark.
-PACKAGE_BUDGET = 24_285
+# ops +350, inference +500, step +80: a decode step's attention in one launch, parts of K, the captured step and bursts.
+PACKAGE_BUDGET = 25_215
 ROOM_BUDGET: dict[str, int] = {
     "errors": 35,
     "config": 175,
     "evidence": 2080,
-    "ops": 4400,
+    "ops": 4750,
     "io": 2550,
     "sampling": 450,
-    "step": 450,
+    "step": 530,
     "model": 230,
     "structures": 3800,
-    "inference": 1800,
+    "inference": 2300,
     "training": 1800,
     "serving": 1800,
     "lab": 3835,
@@ -323,8 +325,9 @@ def check_function_sizes(sources: list[Source]) -> Iterator[str]:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > MAX_FUNCTION_LINES:
-                    yield source.at(node, f"{node.name} has {lines} lines; at most {MAX_FUNCTION_LINES}")
+                most = MAX_KERNEL_LINES if source.name.startswith("ops/kernels/") else MAX_FUNCTION_LINES
+                if lines > most:
+                    yield source.at(node, f"{node.name} has {lines} lines; at most {most}")
 
 
 def check_parameters(sources: list[Source]) -> Iterator[str]:

@@ -73,7 +73,8 @@ class PagedForward:
         self.blocks = [pack(cast("Block", block)) for block in model.layers]
         self._angles = [t[0].contiguous() for t in model.rotary(torch.arange(context, device=device)[None])]
         self._linear = ops.linear_one_tiling if one_tiling else ops.linear
-        self.decode_split = max(pool.page_tokens, 64 if context <= 1024 else 128 if context <= 8192 else 256)
+        self._split = max(pool.page_tokens, 64 if context <= 1024 else 128 if context <= 8192 else 256)
+        self._one_split = one_tiling
         self._scale = model.config.head_dim**-0.5
 
     def hidden(self, group: RowGroup, arena: Arena) -> Tensor:
@@ -99,6 +100,10 @@ class PagedForward:
         """Return the head's product with normed rows."""
         return ops.linear(last, self.model.head_weight_VD, out=out)
 
+    def _split_of(self, group: RowGroup) -> int:
+        """Return how many keys a program walks: many rows fill the GPU with fewer parts, where bits may follow."""
+        return self._split * (2 if group.num_rows > 8 and not self._one_split else 1)
+
     def _heads(self, qkv: Tensor, group: RowGroup) -> Sequence[Tensor]:
         """Return a packed projection as views of its queries, keys and values: [A, T, heads, K] each."""
         heads, groups = self._config.num_attention_heads, self._config.num_key_value_heads
@@ -117,7 +122,7 @@ class PagedForward:
         q, k, v = self._heads(arena.qkv, group)
         ops.attention_step(
             q, k, v, *self._angles, self.pool.k_pages[layer], self.pool.v_pages[layer], arena.table, group.positions,
-            block.q_norm, block.k_norm, scale=self._scale, eps=eps, split=self.decode_split,
+            block.q_norm, block.k_norm, scale=self._scale, eps=eps, split=self._split_of(group),
             out=arena.context.view(q.shape),
         )  # fmt: skip
         ops.linear_residual(arena.context, block.o.weight, arena.x, block.o.bias, out=arena.y)

@@ -17,7 +17,6 @@ from microllm.ops.kernels import (
     argmax,
     attention_decode,
     attention_prefill,
-    attention_step,
     cross_entropy,
     kv_store,
     linear,
@@ -67,7 +66,7 @@ KERNELS: dict[str, Kernel] = {
     "kv_store_paged": Kernel(kv_store.run, kv_store.suits),
     "attention_decode": Kernel(attention_decode.run, attention_decode.suits),
     "attention_prefill": Kernel(attention_prefill.run, attention_prefill.suits),
-    "attention_step": Kernel(attention_step.run, attention_step.suits),
+    "attention_step": Kernel(attention_decode.run_step, attention_decode.suits_step),
 }
 """Every kernel by its operator's name."""
 
@@ -86,7 +85,6 @@ COMPILED: dict[str, tuple[Compiled, ...]] = {
     "kv_store": kv_store.COMPILED,
     "attention_decode": attention_decode.COMPILED,
     "attention_prefill": attention_prefill.COMPILED,
-    "attention_step": attention_step.COMPILED,
 }
 """What is compiled ahead of time, by file."""
 

@@ -1,11 +1,18 @@
 """Attention of a few queries a row over pages: one launch, every key and value read once for all heads of its group.
 
+``attention_step`` is the same kernel with more before it: heads normed and turned, new keys and values stored.
+
 A row's keys are cut into splits of a fixed size. Programs stay and take turns at the splits that the rows really have,
 whose list follows from the positions on the device: a captured launch costs the same at any length. Who ends the last
 split of a row joins them all, in their order. Up to 16 query rows (heads of a group, then tokens) make a tile, which
 never changes its shape: a query's bits depend neither on the other rows, nor on the other queries, nor on who joins.
 
-Axes:    A = rows, T = queries a row, H = query heads, G = KV heads, R = H / G, D = head dim; S = slots a page
+Whoever walks the block in which a new token lies puts its key and value there in registers, and one program writes them
+to the page, which nobody reads again in this launch. What earlier steps stored is on its way before the kernel waits
+for the queries: only they, and the new token, come from the launch ahead. Nothing else may write pages in between.
+
+Axes:    A = rows, T = queries a row, H = query heads, G = KV heads, R = H / G, D = head dim, P = pairs of a head;
+         S = slots a page
 Bytes:   the keys and values up to each row's last position, once for each 16 of a row's T * R query rows
 """
 
@@ -16,9 +23,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from microllm.ops.contract import Outs, Sink
-from microllm.ops.kernels.launch import Compiled, overlapping, pdl, scratch, stream_of, zeros
-from microllm.ops.kernels.pages import MAX_D, alike, as_stored, padded, takes_fp32, walk, write
+from microllm.ops.contract import Out, Outs, Sink
+from microllm.ops.kernels.attention_parts import (
+    angles_of,
+    as_kept,
+    attend,
+    gain_of,
+    hand_in,
+    join,
+    keys_of,
+    plain,
+    row_of,
+    splits_of,
+    turned,
+)
+from microllm.ops.kernels.launch import Compiled, capped, overlapping, pdl, scratch, stream_of, zeros
+from microllm.ops.kernels.pages import MAX_D, alike, as_stored, padded, takes_fp32, write
 from microllm.ops.target import target_of
 
 MAX_ROWS = 1024
@@ -27,65 +47,19 @@ TILE = 16
 """Query rows of a tile: what the smallest matrix instruction takes."""
 NUM_PROGRAMS = 528
 """Most programs of a launch: four for each of the 132 multiprocessors of an H200."""
+NUM_ROOMY = 264
+"""Programs up to which each may have all the registers it wants; beyond, three of them are to fit in one place."""
 
 
-@triton.jit
-def splits_of(positions_ptr, positions_stride, A, T, SPLIT: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return, for each row, its length and how many splits it has: one at least, which writes an idle row's zeros."""
-    a, t = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_T)
-    at = a.to(tl.int64)[:, None] * positions_stride + t[None, :]
-    positions = tl.load(positions_ptr + at, mask=(a < A)[:, None] & (t < T)[None, :], other=-1)
-    lengths = tl.max(positions.to(tl.int32), 1) + 1
-    return lengths, tl.where(a < A, tl.maximum((lengths + SPLIT - 1) // SPLIT, 1), 0)
-
-
-@triton.jit
-def join(parts, sums, num_splits, num_rows, there, M: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr):
-    """Return the joined total and context of a tile's splits, one by one in their order, AHEAD of them in flight."""
-    row, d = tl.arange(0, M), tl.arange(0, BLOCK_D)
-    best = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    context = tl.zeros([M, BLOCK_D], tl.float32)
-    for start in range(0, num_splits, AHEAD):
-        found = ()
-        for i in tl.static_range(AHEAD):
-            ok = (start + i < num_splits) & there
-            at = (start + i) * num_rows + row
-            higher = tl.load(sums + at * 2, mask=ok, other=float("-inf"))
-            more = tl.load(sums + at * 2 + 1, mask=ok, other=0.0)
-            part = tl.load(parts + at[:, None] * BLOCK_D + d[None, :], mask=ok[:, None], other=0.0)
-            found = found + ((higher, more, part),)  # noqa: RUF005 - Triton has no starred tuples
-        for i in tl.static_range(AHEAD):
-            higher = tl.maximum(best, found[i][0])
-            shift = tl.where(higher == float("-inf"), 0.0, higher)
-            keep, weight = tl.exp(best - shift), tl.exp(found[i][0] - shift)
-            total = total * keep + found[i][1] * weight
-            context = context * keep[:, None] + found[i][2] * weight[:, None]
-            best = higher
-    return total, context
-
-
-@triton.jit
-def hand_in(
-    parts, sums, done, split, num_splits, num_rows, there, best, total, context, M: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """Store a split's part and say so; return whether it was the last one, whose program joins them all."""
-    at = split * num_rows + tl.arange(0, M)
-    tl.store(sums + at * 2, best, mask=there)
-    tl.store(sums + at * 2 + 1, total, mask=there)
-    tl.store(parts + at[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :], context, mask=there[:, None])
-    tl.debug_barrier()  # every thread's part before the one that tells the others
-    return tl.atomic_add(done, 1, sem="acq_rel") == num_splits - 1
-
-
-@triton.jit(do_not_specialize=["A", "T", "max_splits"])
+@triton.jit(do_not_specialize=["A", "T", "C", "max_splits"])
 def attention_decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, positions_ptr, out_ptr, scores_ptr, parts_ptr, sums_ptr, done_ptr, A, T, max_splits,
-    q_row, q_token, q_head, page_stride, slot_stride, group_stride, table_stride, positions_stride,
-    out_row, out_token, out_head, scores_head,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, SPLIT: tl.constexpr, SCALE: tl.constexpr,
-    FORMAT: tl.constexpr, FP32: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, k_pages, v_pages, table_ptr, positions_ptr, q_weight, k_weight, out_ptr,
+    scores_ptr, parts_ptr, sums_ptr, done_ptr, A, T, C, max_splits,
+    q_row, q_token, q_head, k_row, k_token, k_head, page_stride, slot_stride, group_stride, table_stride,
+    positions_stride, angle_stride, out_row, out_token, out_head, scores_head,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr, SPLIT: tl.constexpr,
+    SCALE: tl.constexpr, EPS: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BLOCK_A: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Take turns at all splits of all rows; grid (any number of programs,). ``done`` is 0 before and after.
 
@@ -93,9 +67,10 @@ def attention_decode_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if P == 0:
+            tl.extra.cuda.gdc_wait()  # the launch ahead may have stored the keys
     dtype: tl.constexpr = tl.float32 if FP32 else q_ptr.dtype.element_ty
-    rows, d = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_D)
+    rows, new, d = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)[None, :]
     lengths, counts = splits_of(positions_ptr, positions_stride, A, T, SPLIT, BLOCK_A, BLOCK_T)
     ends = tl.cumsum(counts, 0)
     lanes, num_rows = (T * R + 15) // 16 * G, tl.minimum(T * R, 16)
@@ -108,17 +83,53 @@ def attention_decode_kernel(
         num_splits, length = tl.sum(tl.where(rows == a, counts, 0), 0), tl.sum(tl.where(rows == a, lengths, 0), 0)
         g, row = lane % G, lane // G * 16 + tl.arange(0, 16)
         t, h = row // R, g * R + row % R
-        ok = (t < T)[:, None] & (d < D)[None, :]
         last = tl.load(positions_ptr + a * positions_stride + t, mask=t < T, other=-1).to(tl.int32)
-        q_at = a * q_row + t[:, None] * q_token + h[:, None] * q_head + d[None, :]
-        q = tl.load(q_ptr + q_at, mask=ok, other=0.0).to(dtype)
-        best, total, context = walk(
-            q, k_ptr + g * group_stride, v_ptr + g * group_stride, scores_ptr, table_ptr + a * table_stride,
-            ((a * G * R + h) * T + t) * scores_head, last, split * SPLIT, tl.minimum(split * SPLIT + SPLIT, length),
-            page_stride, slot_stride, S, D, SCALE, FORMAT, 16, BLOCK_D, BLOCK_K,
-        )  # fmt: skip
-        out = out_ptr + a * out_row
-        out_at = t * out_token + h * out_head
+        position = tl.load(positions_ptr + a * positions_stride + new, mask=new < T, other=-1).to(tl.int32)
+        begin, end = split * SPLIT, tl.minimum(split * SPLIT + SPLIT, length)
+        mine = (position >= begin) & (position < end)
+        page_row = table_ptr + a * table_stride
+        k_own, v_own = k_pages + g * group_stride, v_pages + g * group_stride
+        k_raw, v_raw = keys_of(k_own, v_own, page_row, begin, end, page_stride, slot_stride, S, D, BLOCK_D, BLOCK_K)
+        q_cos, q_sin = angles_of(cos_ptr, sin_ptr, angle_stride, last, t < T, C, P, BLOCK_D)
+        q_gain, q_other = gain_of(q_weight, D, P, BLOCK_D)
+        if P > 0:
+            page = tl.load(page_row + position // S, mask=mine, other=0).to(tl.int64)
+            slot = (page * page_stride + (position % S) * slot_stride)[:, None] + d
+            k_cos, k_sin = angles_of(cos_ptr, sin_ptr, angle_stride, position, mine, C, P, BLOCK_D)
+            k_gain, k_other = gain_of(k_weight, D, P, BLOCK_D)
+            if PDL:
+                tl.extra.cuda.gdc_wait()  # what this step makes is read from here on; over after the first turn
+        q = turned(
+            q_ptr, a * q_row + t * q_token + h * q_head, t < T, q_cos, q_sin, q_gain, q_other, q_weight is not None,
+            EPS, D, P, BLOCK_D,
+        ).to(dtype)  # fmt: skip
+        if P > 0:
+            at, there = a * k_row + new * k_token + g * k_head, mine[:, None] & (d < D)
+            k_new = turned(k_ptr, at, mine, k_cos, k_sin, k_gain, k_other, k_weight is not None, EPS, D, P, BLOCK_D)
+            k_new = as_kept(k_new, k_pages, FORMAT)
+            v_new = as_kept(tl.load(v_ptr + at[:, None] + d, mask=there, other=0.0), v_pages, FORMAT)
+            tl.store(k_own + slot, k_new, mask=there & (lane < G))
+            tl.store(v_own + slot, v_new, mask=there & (lane < G))
+        best = tl.full([16], float("-inf"), tl.float32)
+        total = tl.zeros([16], tl.float32)
+        context = tl.zeros([16, BLOCK_D], tl.float32)
+        for start in range(begin, end, BLOCK_K):
+            k, v = plain(k_raw, FORMAT, dtype), plain(v_raw, FORMAT, dtype)
+            if SPLIT > BLOCK_K:
+                k_raw, v_raw = keys_of(
+                    k_own, v_own, page_row, start + BLOCK_K, end, page_stride, slot_stride, S, D, BLOCK_D, BLOCK_K
+                )
+            key = start + tl.arange(0, BLOCK_K)
+            if P > 0:
+                for i in range(1 if BLOCK_T == 1 else T):
+                    here = key == tl.load(positions_ptr + a * positions_stride + i).to(tl.int32)
+                    k = tl.where(here[:, None], plain(row_of(k_new, i, BLOCK_T), FORMAT, dtype), k)
+                    v = tl.where(here[:, None], plain(row_of(v_new, i, BLOCK_T), FORMAT, dtype), v)
+            best, total, context = attend(
+                q, k, v, start, end, last, scores_ptr, ((a * G * R + h) * T + t) * scores_head, best, total, context,
+                SCALE, BLOCK_K,
+            )  # fmt: skip
+        out, out_at = out_ptr + a * out_row, t * out_token + h * out_head
         if num_splits == 1:
             write(out, out_at, t < T, context, total, D, BLOCK_D)
         else:
@@ -139,34 +150,68 @@ def suits(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, *_: o
     return fits, f"keys read once a group; heads up to {MAX_D}, at most {MAX_ROWS} rows"
 
 
+def suits_step(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Tensor
+) -> tuple[bool, str]:
+    """Say whether that holds, and besides that new keys lie as their values do."""
+    if not (alike(k, v) and alike(cos, sin) and cos.shape[1] > 0):
+        return False, "k and v, or cos and sin, lie differently, or no pair turns"
+    return suits(q, k_pages, v_pages, *rest)
+
+
 def run(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, positions: Tensor, scale: float, split: int,
     *, out: Outs = None, sink: Sink = None,
 ) -> Tensor:  # fmt: skip
     """Run ``attention_decode``."""
-    A, T, H, D = q.shape
+    A, T, H, _ = q.shape
+    scores = None
+    if sink is not None:
+        scores = q.new_full((A, H, T, page_table.shape[1] * k_pages.shape[1]), float("-inf"), dtype=torch.float32)
+        sink.update(scores=scores)
+    nothing = (None, None, None, None, None, None)
+    return _launch(q, nothing, (k_pages, v_pages, page_table, positions), (scale, 1.0, split), out, scores)
+
+
+def run_step(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor,
+    positions: Tensor, q_weight: Out, k_weight: Out, scale: float, eps: float, split: int, *, out: Outs = None,
+) -> Tensor:  # fmt: skip
+    """Run ``attention_step``."""
+    new = (k, v, cos, sin, q_weight, k_weight)
+    return _launch(q, new, (k_pages, v_pages, page_table, positions), (scale, eps, split), out, None)
+
+
+def _launch(
+    q: Tensor, new: tuple[Out, ...], where: tuple[Tensor, Tensor, Tensor, Tensor], numbers: tuple[float, float, int],
+    out: Outs, scores: Out,
+) -> Tensor:  # fmt: skip
+    (A, T, H, D), (k, v, cos, sin, q_weight, k_weight), (scale, eps, split) = q.shape, new, numbers
+    k_pages, v_pages, page_table, positions = where
     S, G = k_pages.shape[1:3]
     context = q.new_empty(q.shape) if out is None else out[0]
-    max_keys = page_table.shape[1] * S
-    scores = None if sink is None else q.new_full((A, H, T, max_keys), float("-inf"), dtype=torch.float32)
-    if sink is not None and scores is not None:
-        sink.update(scores=scores)
     if not q.numel():
         return context
-    (k_pages, form), (v_pages, _) = (as_stored(pages, target_of(q.device)) for pages in (k_pages, v_pages))
+    target = target_of(q.device)
+    (k_pages, form), (v_pages, _) = (as_stored(pages, target) for pages in (k_pages, v_pages))
     fp32, overlap, stream = takes_fp32(q, k_pages), pdl(q.device), stream_of(q)
     sizes = blocks(D, split, fp32=fp32, fp8=k_pages.dtype.itemsize == 1)
-    lanes, max_splits = A * G * triton.cdiv(T * H // G, TILE), max(1, triton.cdiv(max_keys, split))
+    lanes, max_keys = A * G * triton.cdiv(T * H // G, TILE), page_table.shape[1] * S
+    max_splits = max(1, triton.cdiv(max_keys, split))
     part_rows = triton.next_power_of_2(lanes * max_splits * min(TILE, T * H // G)) if max_splits > 1 else 1
     parts = scratch(q.device, stream, "attention_decode", part_rows * sizes["BLOCK_D"])
     sums = scratch(q.device, stream, "attention_decode_sums", part_rows * 2)
     done = zeros(q.device, stream, triton.next_power_of_2(lanes))
-    attention_decode_kernel[(min(lanes * max_splits, NUM_PROGRAMS),)](
-        q, k_pages, v_pages, page_table, positions, context, scores, parts, sums, done, A, T, max_splits,
-        *q.stride()[:3], *k_pages.stride()[:3], page_table.stride(0), positions.stride(0), *context.stride()[:3],
-        max_keys, G=G, R=H // G, D=D, S=S, SPLIT=split, SCALE=scale, FORMAT=form, FP32=fp32,
-        BLOCK_A=triton.next_power_of_2(A), BLOCK_T=triton.next_power_of_2(T), **sizes, PDL=overlap,
-        num_warps=num_warps(sizes), num_stages=2, **overlapping(overlap),
+    num_programs = min(lanes * max_splits, NUM_PROGRAMS)
+    attention_decode_kernel[(num_programs,)](
+        q, k, v, cos, sin, k_pages, v_pages, page_table, positions, q_weight, k_weight, context, scores, parts, sums,
+        done, A, T, 0 if cos is None else cos.shape[0], max_splits, *q.stride()[:3],
+        *((0, 0, 0) if k is None else k.stride()[:3]), *k_pages.stride()[:3], page_table.stride(0), positions.stride(0),
+        0 if cos is None else cos.stride(0), *context.stride()[:3], max_keys,
+        G=G, R=H // G, D=D, P=0 if cos is None else cos.shape[1], S=S, SPLIT=split, SCALE=scale, EPS=eps, FORMAT=form,
+        FP32=fp32, BLOCK_A=triton.next_power_of_2(A), BLOCK_T=triton.next_power_of_2(T), **sizes, PDL=overlap,
+        num_warps=num_warps(sizes), **overlapping(overlap),
+        **capped(target, 168 if num_programs > NUM_ROOMY and sizes["BLOCK_D"] <= 64 else 0),
     )  # fmt: skip
     return context
 
@@ -175,7 +220,8 @@ def blocks(D: int, split: int, *, fp32: bool, fp8: bool) -> dict[str, int]:
     """Return what of a launch decides a query's bits, by head, split and dtypes alone."""
     width = padded(D)
     keys = 32 if fp32 or fp8 or width > 128 else 64
-    return {"BLOCK_D": width, "BLOCK_K": min(keys, padded(split)), "AHEAD": 2 if fp32 else 4}
+    ahead = max(2, min(16, (256 if fp32 else 512 if fp8 else 1024) // width))
+    return {"BLOCK_D": width, "BLOCK_K": min(keys, padded(split)), "AHEAD": ahead}
 
 
 def num_warps(sizes: dict[str, int]) -> int:
@@ -183,26 +229,34 @@ def num_warps(sizes: dict[str, int]) -> int:
     return 8 if sizes["BLOCK_K"] * sizes["BLOCK_D"] > 4096 else 4
 
 
-def _compiled() -> tuple[Compiled, ...]:
-    strides = ("q_row", "q_token", "q_head", "page_stride", "slot_stride", "group_stride", "out_row", "out_token")
-    numbers = dict.fromkeys((*strides, "out_head", "scores_head"), "i32:16")
-    numbers |= dict.fromkeys(("A", "T", "max_splits", "table_stride", "positions_stride"), "i32")
-    given = {"table_ptr": "*i32", "positions_ptr": "*i64", "done_ptr": "*i32"}
-    given |= {"parts_ptr": "*fp32", "sums_ptr": "*fp32"}
-    cases = []
-    for G, R, D, rows, queries, q, pages, form in (
-        (2, 7, 64, 1, 1, "*bf16", "*bf16", 0), (8, 2, 128, 64, 1, "*bf16", "*bf16", 0),
-        (2, 6, 128, 1, 8, "*bf16", "*bf16", 0), (3, 3, 64, 256, 1, "*fp32", "*fp32", 0),
-        (8, 2, 128, 8, 1, "*bf16", "*u8", 1), (8, 2, 128, 8, 1, "*bf16", "*u8", 2),
-        (8, 2, 128, 8, 1, "*bf16", "*fp8e4nv", 0), (8, 2, 128, 8, 1, "*bf16", "*fp8e4b8", 0),
-    ):  # fmt: skip
-        fp32, sizes = q == "*fp32", blocks(D, 256, fp32=q == "*fp32", fp8="8" in pages)
-        signature = {"q_ptr": q, "k_ptr": pages, "v_ptr": pages, "out_ptr": q} | given | numbers
-        fixed = {"G": G, "R": R, "D": D, "S": 16, "SPLIT": 256, "SCALE": D**-0.5, "FORMAT": form, "FP32": fp32}
-        fixed |= {"BLOCK_A": rows, "BLOCK_T": queries, "scores_ptr": None, "PDL": True, **sizes}
-        uses = ("pdl", "fp8") if "fp8" in pages else ("pdl",)
-        cases.append(Compiled(attention_decode_kernel, signature, fixed, num_warps(sizes), 2, uses))
-    return tuple(cases)
+def _case(
+    G: int, R: int, D: int, rows: int, queries: int, dtypes: tuple[str, str], form: int = 0, *, step: bool = False,
+    normed: bool = False,
+) -> Compiled:  # fmt: skip
+    q, pages = dtypes
+    fp32, sizes = q == "*fp32", blocks(D, 64, fp32=q == "*fp32", fp8="8" in pages)
+    pointers = {"q_ptr": q, "out_ptr": q, "k_pages": pages, "v_pages": pages, "table_ptr": "*i32"}
+    pointers |= {"positions_ptr": "*i64", "done_ptr": "*i32", "parts_ptr": "*fp32", "sums_ptr": "*fp32"}
+    pointers |= {"k_ptr": q, "v_ptr": q, "cos_ptr": "*fp32", "sin_ptr": "*fp32"} if step else {}
+    pointers |= dict.fromkeys(("q_weight", "k_weight") if normed else (), q)
+    optional = ("k_ptr", "v_ptr", "cos_ptr", "sin_ptr", "q_weight", "k_weight", "scores_ptr")
+    aligned = ("q_row", "q_token", "q_head", "k_row", "k_token", "k_head", "page_stride", "slot_stride", "group_stride")
+    numbers = dict.fromkeys((*aligned, "out_row", "out_token", "out_head", "scores_head"), "i32:16")
+    counts = ("A", "T", "C", "max_splits", "table_stride", "positions_stride", "angle_stride")
+    numbers |= dict.fromkeys(counts, "i32")
+    fixed = dict.fromkeys((name for name in optional if name not in pointers), None)
+    fixed |= {"G": G, "R": R, "D": D, "P": D // 2 if step else 0, "S": 16, "SPLIT": 64, "SCALE": D**-0.5, "EPS": 1e-6}
+    fixed |= {"FORMAT": form, "FP32": fp32, "BLOCK_A": rows, "BLOCK_T": queries, "PDL": True, **sizes}
+    uses = ("pdl", "fp8") if "fp8" in pages else ("pdl",)
+    return Compiled(attention_decode_kernel, pointers | numbers, fixed, num_warps(sizes), 1, uses)
 
 
-COMPILED = _compiled()
+BF16, FP32 = ("*bf16", "*bf16"), ("*fp32", "*fp32")
+COMPILED = (
+    _case(2, 7, 64, 1, 1, BF16), _case(8, 2, 128, 64, 1, BF16), _case(3, 3, 64, 256, 1, FP32),
+    _case(8, 2, 128, 8, 1, ("*bf16", "*u8"), 1), _case(8, 2, 128, 8, 1, ("*bf16", "*u8"), 2),
+    _case(8, 2, 128, 8, 1, ("*bf16", "*fp8e4nv")), _case(8, 2, 128, 8, 1, ("*bf16", "*fp8e4b8")),
+    _case(2, 7, 64, 1, 1, BF16, step=True), _case(8, 2, 128, 64, 1, BF16, step=True, normed=True),
+    _case(2, 6, 128, 1, 8, BF16, step=True), _case(3, 3, 64, 256, 1, BF16, step=True),
+    _case(8, 2, 128, 8, 1, ("*bf16", "*u8"), 1, step=True, normed=True),
+)  # fmt: skip

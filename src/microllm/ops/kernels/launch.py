@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from microllm.ops.select import is_overlapped
-from microllm.ops.target import target_of
+from microllm.ops.target import Target, target_of
 
 
 class Kernel(NamedTuple):
@@ -58,6 +58,11 @@ def pdl(device: torch.device) -> bool:
 def overlapping(overlap: bool) -> dict[str, bool]:
     """Return the options of a launch that overlaps; none where it does not, for AMD's compiler knows no such option."""
     return {"launch_pdl": True} if overlap else {}
+
+
+def capped(target: Target, registers: int) -> dict[str, int]:
+    """Return the option that holds a launch to so many registers a thread; none for 0, nor on AMD."""
+    return {"maxnreg": registers} if registers and target.backend == "cuda" else {}
 
 
 def stream_of(x: Tensor) -> int:

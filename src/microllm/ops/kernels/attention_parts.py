@@ -1,0 +1,180 @@
+"""The pieces of attention over pages, on the device: splits, queries and new keys turned, a block joined, parts joined.
+
+Place: ``attention_decode``'s kernel is put together from them. Holds no kernel.
+
+Axes:    rows = heads of a group, then tokens; D = head dim, P = pairs of a head, S = slots a page
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from microllm.ops.kernels.fp8 import decode_e4m3, encode_e4m3
+from microllm.ops.kernels.pages import weigh
+
+
+@triton.jit
+def splits_of(positions_ptr, positions_stride, A, T, SPLIT: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return, for each row, its length and how many splits it has: one at least, which writes an idle row's zeros."""
+    a, t = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_T)
+    at = a.to(tl.int64)[:, None] * positions_stride + t[None, :]
+    positions = tl.load(positions_ptr + at, mask=(a < A)[:, None] & (t < T)[None, :], other=-1)
+    lengths = tl.max(positions.to(tl.int32), 1) + 1
+    return lengths, tl.where(a < A, tl.maximum((lengths + SPLIT - 1) // SPLIT, 1), 0)
+
+
+@triton.jit
+def join(parts, sums, num_splits, num_rows, there, M: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr):
+    """Return the joined total and context of a tile's splits, one by one in their order, AHEAD of them in flight."""
+    row, d = tl.arange(0, M), tl.arange(0, BLOCK_D)
+    best = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    context = tl.zeros([M, BLOCK_D], tl.float32)
+    for start in range(0, num_splits, AHEAD):
+        found = ()
+        for i in tl.static_range(AHEAD):
+            ok = (start + i < num_splits) & there
+            at = (start + i) * num_rows + row
+            higher = tl.load(sums + at * 2, mask=ok, other=float("-inf"))
+            more = tl.load(sums + at * 2 + 1, mask=ok, other=0.0)
+            part = tl.load(parts + at[:, None] * BLOCK_D + d[None, :], mask=ok[:, None], other=0.0)
+            found = found + ((higher, more, part),)  # noqa: RUF005 - Triton has no starred tuples
+        for i in tl.static_range(AHEAD):
+            higher = tl.maximum(best, found[i][0])
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            keep, weight = tl.exp(best - shift), tl.exp(found[i][0] - shift)
+            total = total * keep + found[i][1] * weight
+            context = context * keep[:, None] + found[i][2] * weight[:, None]
+            best = higher
+    return total, context
+
+
+@triton.jit
+def hand_in(
+    parts, sums, done, split, num_splits, num_rows, there, best, total, context, M: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Store a split's part and say so; return whether it was the last one, whose program joins them all."""
+    at = split * num_rows + tl.arange(0, M)
+    tl.store(sums + at * 2, best, mask=there)
+    tl.store(sums + at * 2 + 1, total, mask=there)
+    tl.store(parts + at[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :], context, mask=there[:, None])
+    tl.debug_barrier()  # every thread's part before the one that tells the others
+    return tl.atomic_add(done, 1, sem="acq_rel") == num_splits - 1
+
+
+@triton.jit
+def angles_of(cos_ptr, sin_ptr, angle_stride, position, ok, C, P: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return what rows at some positions are multiplied by, and their partners: [rows, BLOCK_D] each."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    cos = tl.full([position.shape[0], BLOCK_D], 1.0, tl.float32)
+    sin = cos
+    if P > 0:
+        at = tl.minimum(tl.maximum(position, 0), C - 1)[:, None] * angle_stride + d % P
+        turns = ok[:, None] & (d < 2 * P)
+        cos = tl.load(cos_ptr + at, mask=turns, other=1.0)
+        sin = tl.load(sin_ptr + at, mask=turns, other=0.0)
+        sin = tl.where(d < P, -sin, sin)
+    return cos, sin
+
+
+@triton.jit
+def gain_of(weight_ptr, D: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return a norm's weight in fp32, as it is and partner by partner; ones where there is none."""
+    d = tl.arange(0, BLOCK_D)
+    w = tl.full([BLOCK_D], 1.0, tl.float32)
+    other = w
+    if weight_ptr is not None:
+        w = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        other = tl.load(weight_ptr + _partner(d, P), mask=d < D, other=0.0).to(tl.float32)
+    return w[None, :], other[None, :]
+
+
+@triton.jit
+def _partner(d, P: tl.constexpr):
+    return tl.where(d < P, d + P, tl.where(d < 2 * P, d - P, d))
+
+
+@triton.jit
+def turned(
+    x_ptr, at, ok, cos, sin, w, w_other, NORMED: tl.constexpr, EPS: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return rows of x [rows, BLOCK_D], normed where told, turned by their angles where P is not 0, rounded."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    there = ok[:, None] & (d < D)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    x = tl.load(x_ptr + at[:, None] + d, mask=there, other=0.0)
+    if P > 0:
+        x = _turn(x.to(tl.float32), x_ptr, at, there, cos, sin, w, w_other, NORMED, EPS, D, P, BLOCK_D)
+    return x.to(dtype)
+
+
+@triton.jit
+def _turn(
+    x, x_ptr, at, there, cos, sin, w, w_other, NORMED: tl.constexpr, EPS: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return x, normed and turned, unrounded."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    y = tl.load(x_ptr + at[:, None] + _partner(d, P), mask=there, other=0.0).to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(x * x, 1) * (1.0 / D) + EPS)[:, None]
+        x = ((x * scale).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
+        y = ((y * scale).to(dtype).to(tl.float32) * w_other).to(dtype).to(tl.float32)
+    return x * cos + y * sin
+
+
+@triton.jit
+def keys_of(k_ptr, v_ptr, page_row, start, end, page_stride, slot_stride, S: tl.constexpr, D: tl.constexpr,
+          BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Return the stored bytes of the keys and values from ``start`` on, as they are; zero from ``end`` on."""
+    key, d = start + tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
+    stored = key < end
+    page = tl.load(page_row + key // S, mask=stored, other=0).to(tl.int64)
+    at = (page * page_stride + (key % S) * slot_stride)[:, None] + d[None, :]
+    ok = stored[:, None] & (d < D)[None, :]
+    return tl.load(k_ptr + at, mask=ok, other=0.0), tl.load(v_ptr + at, mask=ok, other=0.0)
+
+
+@triton.jit
+def plain(raw, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """Return what stored bytes stand for."""
+    if FORMAT > 0:
+        raw = decode_e4m3(raw, FORMAT == 2)
+    return raw.to(tl.float32).to(dtype)
+
+
+@triton.jit
+def as_kept(x, like_ptr, FORMAT: tl.constexpr):
+    """Return x as pages hold it."""
+    if FORMAT > 0:
+        return encode_e4m3(x.to(tl.float32), FORMAT == 2)
+    else:
+        return x.to(tl.float32).to(like_ptr.dtype.element_ty)
+
+
+@triton.jit
+def row_of(x, i, BLOCK_T: tl.constexpr):
+    """Return row i of x [BLOCK_T, BLOCK_D] as [1, BLOCK_D]."""
+    if BLOCK_T > 1:
+        picked = (tl.arange(0, BLOCK_T) == i)[:, None]
+        x = tl.sum(tl.where(picked, x.to(tl.float32), 0.0), 0)[None, :].to(x.dtype)
+    return x
+
+
+@triton.jit
+def attend(q, k, v, start, end, last, scores_ptr, scores_at, best, total, context, SCALE: tl.constexpr,
+            BLOCK_K: tl.constexpr):  # fmt: skip
+    """Return maximum, sum and context of the query rows with a block of keys joined."""
+    key = start + tl.arange(0, BLOCK_K)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE
+    visible = (key < end)[None, :] & (key[None, :] <= last[:, None])
+    if scores_ptr is not None:
+        tl.store(scores_ptr + scores_at[:, None] + key[None, :], scores, mask=visible)
+    scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(best, tl.max(scores, 1))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    weights, keep = tl.exp(scores - shift[:, None]), tl.exp(best - shift)
+    return higher, total * keep + tl.sum(weights, 1), weigh(weights, v, context * keep[:, None])
