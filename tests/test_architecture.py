@@ -143,7 +143,8 @@ MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 # sampling +100, io +5: answers held to a grammar, by llguidance.
 # lab +330, cli +20: three training steps beside the twin, and the training benchmark.
 # ops +350, inference +500, step +80: a decode step's attention in one launch, parts of K, the captured step and bursts.
-PACKAGE_BUDGET = 25_215
+# lab +350, cli +20: a server under load beside its engine alone.
+PACKAGE_BUDGET = 25_585
 ROOM_BUDGET: dict[str, int] = {
     "errors": 35,
     "config": 175,
@@ -157,8 +158,8 @@ ROOM_BUDGET: dict[str, int] = {
     "inference": 2300,
     "training": 1800,
     "serving": 1800,
-    "lab": 3835,
-    "cli": 860,
+    "lab": 4185,
+    "cli": 880,
     "__init__": 15,
     "__main__": 5,
 }

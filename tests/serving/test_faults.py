@@ -254,6 +254,21 @@ def test_sigterm_lets_what_runs_end_and_lets_nothing_in(serve):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.0, 0.5])
+def test_sigterm_while_it_loads_ends_it_too(tiny, delay):
+    command = [sys.executable, "-m", "microllm", "serve", "--model", tiny, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while '"listening"' not in process.stderr.readline():
+            pass
+        time.sleep(delay)
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
 def test_what_runs_past_the_drain_is_told(serve):
     with serve("--drain-s", "0.2", "--max-rows", "1") as server:
         body = {"prompt": "x", "stream": True, "n": 4, **ENDLESS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import tyro
 
 from microllm.lab.bench import BenchConfig, Workload
 from microllm.lab.bench_ops import OpsConfig
+from microllm.lab.bench_serve import ServeBenchConfig
 from microllm.lab.bench_train import BenchTrainConfig
 from microllm.lab.quality import QualityConfig
 from microllm.lab.roofline import RooflineConfig
@@ -138,6 +140,24 @@ class BenchTrain:
         return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class BenchServe:
+    """A server under load, over HTTP, beside its engine alone: tokens a second, times, errors."""
+
+    config: ServeBenchConfig = field(default_factory=ServeBenchConfig)
+    as_json: Json = False
+
+    def run(self) -> int:
+        """Print every run; 1 when one had errors or other answers than the engine alone."""
+        from dataclasses import asdict
+
+        from microllm.lab.bench_serve import measure_serving, serving_table
+
+        runs = measure_serving(self.config, _progress)
+        print("\n".join(json.dumps(asdict(run)) for run in runs) if self.as_json else serving_table(runs), flush=True)
+        return 0 if all(run.parity == "pass" for run in runs) else 1
+
+
 def _run_bench(workload: Workload, config: BenchConfig, *, as_json: bool) -> int:
     from microllm.lab.bench import measure_bench
 
@@ -179,6 +199,7 @@ class Bench:
         | Annotated[BenchRoofline, tyro.conf.subcommand("roofline")]
         | Annotated[BenchOps, tyro.conf.subcommand("ops")]
         | Annotated[BenchTrain, tyro.conf.subcommand("train")]
+        | Annotated[BenchServe, tyro.conf.subcommand("serve")]
     )
 
     def run(self) -> int:

@@ -220,6 +220,8 @@ class EngineClient:
         process = self._process
         if process is None:
             return
+        if self._connection is None:
+            process.kill()  # it loads: nobody waits for what it would answer
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(process.wait, 5)
         if process.poll() is None:

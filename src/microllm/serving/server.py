@@ -35,6 +35,10 @@ class DrainingServer(uvicorn.Server):
         self._service.drain()
         super().handle_exit(sig, frame)
 
+    def stop_early(self, sig: int, frame: FrameType | None) -> None:
+        """Stop before or after the loop runs."""
+        self.should_exit = True
+
     def _end(self, error: str) -> None:
         self.fatal = error
         self.should_exit = True
@@ -52,9 +56,12 @@ def run_server(config: ServerConfig) -> int:
     server = DrainingServer(config, port)
     if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys():
         log.warning("%s is not loopback and no API key is set: whoever reaches port %d may ask", config.host, port)
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # before uvicorn's own stand, and when it raises them again
+        signal.signal(number, server.stop_early)
     log.info("listening", extra={"facts": {"url": f"http://{host}:{port}", "model": config.model}})
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end, for whoever was there before
-        signal.signal(number, lambda *_: None)
     server.run(sockets=[listener])
     if server.fatal is not None:
         raise UnavailableError(server.fatal)
@@ -68,6 +75,7 @@ def _listen(config: ServerConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
+        listener.listen(2048)  # from now on whoever comes waits, and is not refused
     except OSError as error:
         raise ConfigError(
             f"got {error} for {config.host}:{config.port}; need a free address; take another port"

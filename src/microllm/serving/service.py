@@ -45,6 +45,7 @@ class Service:
         self.created = int(time.time())
         self.is_draining = False
         self._router: PrefixRouter | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -52,15 +53,16 @@ class Service:
 
     def start(self) -> None:
         """Begin to load every engine; called in the event loop."""
+        self._loop = asyncio.get_running_loop()
         for engine in self.engines:
             self._spawn(self._run_engine(engine))
 
     def drain(self) -> None:
-        """Let nothing more in; after ``drain_s`` end what still runs, and say so to whoever waits."""
-        if not self.is_draining:
-            self.is_draining = True
+        """Let nothing more in; after ``drain_s`` end what still runs, and tell who waits. May be called by a signal."""
+        if not self.is_draining and self._loop is not None:
             log.info("draining: %d choices in flight", self.num_choices)
-            self._spawn(self._end_after_drain())
+            self._loop.call_soon_threadsafe(lambda: self._spawn(self._end_after_drain()))
+        self.is_draining = True
 
     async def close(self) -> None:
         """End the engines."""
