@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python tools/gpu_train.py --output out            all of it: about ten minutes on an H200
     PYTHONPATH=src python tools/gpu_train.py --output out --quick    short rounds and small models: a minute
-    PYTHONPATH=src python tools/gpu_train.py --output out --only rows check resume
+    PYTHONPATH=src python tools/gpu_train.py --output out --only rows --targets T1     one row: a few minutes, compiling
 
 Writes rows.jsonl (T1, T2, T3 beside transformers) and checks.json. Needs transformers for the rows; no network, and
 none of the command line's packages.
@@ -41,14 +41,16 @@ train(TrainConfig(
 """
 
 
-def measure_rows(output: Path, device: str, *, quick: bool) -> list[str]:
-    """Measure T1 to T3, each with fp32 and bf16 moments, and return what could not be measured."""
+def measure_rows(output: Path, device: str, targets: list[str], *, quick: bool) -> list[str]:
+    """Measure T1 to T3 with fp32 moments, T1 with bf16 ones too, and return what could not be measured."""
     shapes = {"T1": ("qwen2.5-0.5b", 8, 1024), "T2": ("qwen2.5-0.5b", 1, 512), "T3": ("model_s", 32, 512)}
     if quick:
         shapes = {"T3": ("model_s", 8, 512)}
     failed = []
     for target, (model, rows, row_tokens) in shapes.items():
-        for moments in ("fp32",) if quick else ("fp32", "bf16"):
+        for moments in ("fp32", "bf16") if target == "T1" else ("fp32",):
+            if target not in targets:
+                continue
             config = BenchTrainConfig(
                 model=model, rows=rows, row_tokens=row_tokens, moments=moments, device=device, target=target,
                 rounds=2 if quick else 6, round_s=0.3 if quick else 1.0, out=output / "rows.jsonl",
@@ -154,13 +156,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--device", default="cuda", help="cpu tries the script itself, with --quick")
+    parser.add_argument("--targets", nargs="*", default=["T1", "T2", "T3"], choices=["T1", "T2", "T3"])
     parser.add_argument("--only", nargs="*", default=["check", "rows", "resume"], choices=["check", "rows", "resume"])
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
     checks: dict[str, Any] = {}
     work = {
         "check": [("overfit", lambda: check_overfit(given.device))],
-        "rows": [("rows that failed", lambda: measure_rows(given.output, given.device, quick=given.quick))],
+        "rows": [
+            ("rows that failed", lambda: measure_rows(given.output, given.device, given.targets, quick=given.quick))
+        ],
         "resume": [
             ("resume", lambda: check_resume(("model_s",) if given.quick else ("model_s", "qwen3-0.6b"), given.device))
         ],

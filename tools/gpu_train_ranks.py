@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from gpu_train import _differing, _packed
 from microllm.evidence.environment import capture_environment
-from microllm.lab.bench_train import build_random, random_rows, step_of
+from microllm.lab.bench_train import build_random, random_rows, step_of, wait_for
 from microllm.training import OptimizerConfig, TrainConfig, Trainer, train
 from microllm.training.ranks import Ranks, joined
 
@@ -31,7 +31,7 @@ from microllm.training.ranks import Ranks, joined
 def measure_bus(ranks: Ranks) -> dict[str, float]:
     """Return the bus rate of an all-reduce by size, in GB/s: 2 (n - 1) / n times the bytes, over the time."""
     found = {}
-    for mib in (1, 16, 256, 1024):
+    for mib in (1, 16, 256, 1024) if ranks.device.type == "cuda" else (1,):
         data = torch.ones(mib << 18, device=ranks.device)
         for _ in range(3):
             dist.all_reduce(data)
@@ -43,12 +43,12 @@ def measure_bus(ranks: Ranks) -> dict[str, float]:
 
 def timed(call: Callable[[], object], count: int, ranks: Ranks) -> float:
     """Return the seconds of a call: of the slowest rank, the mean over ``count``."""
-    torch.cuda.synchronize()
+    wait_for(ranks.device)
     dist.barrier()
     started = time.perf_counter()
     for _ in range(count):
         call()
-    torch.cuda.synchronize()
+    wait_for(ranks.device)
     return max(ranks.gather((time.perf_counter() - started) / count))
 
 
@@ -59,7 +59,7 @@ def weak_scaling(model: str, rows: int, row_tokens: int, ranks: Ranks, *, quick:
     found: dict[str, Any] = {"model": model, "rows": rows, "row_tokens": row_tokens}
     count, rounds = (5, 2) if quick else (20, 5)
     for name, who in (("alone", Ranks(0, 1, ranks.device)), ("together", ranks)):
-        for capture in ("off", "on"):
+        for capture in ("off", "on") if ranks.device.type == "cuda" else ("off",):
             settings = TrainConfig(
                 data=Path(), output=Path(), model=model, row_tokens=row_tokens, batch_rows=rows * who.world,
                 device=str(ranks.device), capture=capture,
@@ -82,14 +82,14 @@ def weak_scaling(model: str, rows: int, row_tokens: int, ranks: Ranks, *, quick:
     return found
 
 
-def check_runs(output: Path, ranks: Ranks) -> dict[str, Any]:
+def check_runs(output: Path, device: str, ranks: Ranks) -> dict[str, Any]:
     """Compare whole runs: 4 steps with 2 + 2, and two ranks with uneven rows with one process, in fp32."""
     place = output / "runs"
     if ranks.is_first:
         place.mkdir(parents=True)
         _packed(place)
     dist.barrier()
-    settings = {"data": place / "data", "num_steps": 4, "row_tokens": 512, "deterministic": True, "device": "cuda",
+    settings = {"data": place / "data", "num_steps": 4, "row_tokens": 512, "deterministic": True, "device": device,
                 "checkpoint_every": 100, "check_ranks_every": 1}  # fmt: skip
     for model in ("model_s",):
         train(TrainConfig(output=place / "whole", model=model, batch_rows=6, **settings))
@@ -102,15 +102,15 @@ def check_runs(output: Path, ranks: Ranks) -> dict[str, Any]:
     return {"2 + 2 steps": _differing(*(place / run / "checkpoints/step-00000004" for run in ("whole", "parts")))}
 
 
-def compare_with_one(output: Path) -> dict[str, float]:
+def compare_with_one(output: Path, device: str) -> dict[str, float]:
     """Repeat the uneven run in one process, and return the largest relative difference of a tensor."""
     place, found = output / "runs", {}
     sgd = OptimizerConfig(optimizer="sgd", learning_rate=0.1, clip_norm=0)
     settings = TrainConfig(
         data=place / "data", output=place / "one", model="model_s", num_steps=2, batch_rows=3, row_tokens=512,
-        precision="fp32", device="cuda:0", deterministic=True, optimizer=sgd, checkpoint_every=100,
+        precision="fp32", device=device, deterministic=True, optimizer=sgd, checkpoint_every=100,
     )  # fmt: skip
-    Trainer(settings, Ranks(0, 1, torch.device("cuda:0")), lambda row: None).run()
+    Trainer(settings, Ranks(0, 1, torch.device(device)), lambda row: None).run()
     one = load_file(place / "one/checkpoints/step-00000002/model.safetensors")
     for name in ("two", "shard"):
         other = load_file(place / name / "checkpoints/step-00000002/model.safetensors")
@@ -123,13 +123,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--device", default="cuda", help="cpu tries the script itself, with --quick")
     given = parser.parse_args()
-    shapes = [("model_m", 8, 1024), *([] if given.quick else [("qwen2.5-0.5b", 8, 1024)])]
-    with joined("cuda") as ranks:
-        found: dict[str, Any] = {"environment": capture_environment("cuda").device_name, "ranks": ranks.world}
+    shapes = [
+        ("model_m", 8, 1024) if given.device == "cuda" else ("model_s", 1, 64),
+        *([] if given.quick else [("qwen2.5-0.5b", 8, 1024)]),
+    ]
+    with joined(given.device) as ranks:
+        found: dict[str, Any] = {
+            "environment": capture_environment(str(ranks.device)).device_name,
+            "ranks": ranks.world,
+        }
         work: list[tuple[str, Callable[[], Any]]] = [("bus GB/s", lambda: measure_bus(ranks))]
+        work += [("runs", lambda: check_runs(given.output, given.device, ranks))]
         work += [(f"T4 {s[0]}", lambda s=s: weak_scaling(*s, ranks, quick=given.quick)) for s in shapes]
-        work += [("runs", lambda: check_runs(given.output, ranks))]
         for name, run in work:
             try:
                 found[name] = run()
@@ -141,7 +148,9 @@ def main() -> None:
                 (given.output / "ranks.json").write_text(json.dumps(found, indent=1) + "\n")
         first = ranks.is_first
     if first:
-        found["uneven rows beside one process, relative L2"] = compare_with_one(given.output)
+        found["uneven rows beside one process, relative L2"] = compare_with_one(
+            given.output, "cpu" if given.device == "cpu" else "cuda:0"
+        )
         (given.output / "ranks.json").write_text(json.dumps(found, indent=1) + "\n")
         print(json.dumps(found, indent=1))
 

@@ -101,7 +101,9 @@ def measure_train(config: BenchTrainConfig, progress: Callable[[str], None] = la
         for i in order:
             progress(f"{arms[i].name}: round {turn + 1} of {config.rounds}")
             times[i].append(_round(arms[i], per_round[i], device))
-    return _rows(config, arms, [median(found) for found in times], device)
+    found = _rows(config, arms, [median(taken) for taken in times], device)
+    torch.compiler.reset()  # what was compiled holds its model
+    return found
 
 
 def _started(device: torch.device, make: Callable[[], Arm], progress: Callable[[str], None]) -> Arm:
@@ -126,15 +128,16 @@ def _started(device: torch.device, make: Callable[[], Arm], progress: Callable[[
 
 def _round(arm: Arm, num_steps: int, device: torch.device) -> float:
     """Return the seconds of a step, from several."""
-    _wait(device)
+    wait_for(device)
     started = time.perf_counter()
     for _ in range(num_steps):
         arm.step()
-    _wait(device)
+    wait_for(device)
     return (time.perf_counter() - started) / num_steps
 
 
-def _wait(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
