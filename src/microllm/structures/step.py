@@ -44,6 +44,11 @@ class Step:
         self._counted: list[tuple[Seat, int]] = []
         self._num_replays = 0
 
+    @property
+    def captured(self) -> bool:
+        """Return whether a run replays a graph."""
+        return self._graph is not None
+
     @torch.inference_mode()
     def prompt(self, rows: Sequence[Sequence[int]], samplers: Sequence[Sampler] | None) -> list[int]:
         """Fill the cache from prompts, and return (and set) the first token of each; greedy without samplers."""
