@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python tools/gpu_structures.py --output out [--model qwen2.5-0.5b] [--quick] [--device cuda]
 
-Writes structures.json (every arm's explanation, ledger and milliseconds) and structures.jsonl (the rows) under --output;
+Writes structures.json (arms: explanation, ledger, milliseconds) and structures.jsonl (the rows) under --output and
 prints the rows. Needs torch, triton, pydantic, pyyaml and transformers, no network and nothing of the command line's.
 Checks first, on the same device, that captured loops give the tokens of eager ones, in fp32, seats and chain.
 """
@@ -121,8 +121,8 @@ def main() -> None:
     model = model.eval().requires_grad_(False)
     ids = torch.randint(model.config.vocab_size, (args.prompt_tokens,), device=args.device)
     bench = AttachBench(
-        prompt_tokens=args.prompt_tokens, quick=args.quick, peer=not args.no_peer, record=True, store=args.output / "store",
-        out=args.output / "structures.jsonl", num_rows=(1,) if args.quick else (1, 8),
+        prompt_tokens=args.prompt_tokens, quick=args.quick, peer=not args.no_peer, record=True,
+        store=args.output / "store", out=args.output / "structures.jsonl", num_rows=(1,) if args.quick else (1, 8),
     )  # fmt: skip
     figures = measure_attach(model, ids, bench, lambda text: print(text, flush=True))
     print(describe(figures))
@@ -130,9 +130,8 @@ def main() -> None:
         "model": args.model, "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "checks": checks, "arms": figures.arms, "rows": [row.model_dump(mode="json") for row in figures.rows],
     }  # fmt: skip
-    plan = structures.auto_swaps(
-        model, lambda: model(ids[None]), scheme="w8a16_decode", config=structures.AttachConfig(store=args.output / "store")
-    ).activate()  # fmt: skip
+    config = structures.AttachConfig(store=args.output / "store")
+    plan = structures.auto_swaps(model, lambda: model(ids[None]), scheme="w8a16_decode", config=config).activate()
     document["consume"] = {"host_bytes": plan.notes["memory"]["host_bytes"], "bound_bytes": plan.bound_bytes()}
     document["consume"] |= plan.finalize()
     (args.output / "structures.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -20,7 +20,7 @@ from microllm.errors import MicroLLMError
 
 COMMANDS = (
     "generate", "chat", "inspect", "align", "doctor", "pull", "bench", "probe", "profile", "lab", "serve", "data",
-    "train",
+    "train", "attach", "structures",
 )  # fmt: skip
 
 
@@ -49,6 +49,10 @@ def command_class(name: str) -> Any:  # noqa: ANN401, C901 - dataclasses with no
             from microllm.cli.profile import Profile as command
         case "data":
             from microllm.cli.data import Data as command
+        case "attach":
+            from microllm.cli.attach import Attach as command
+        case "structures":
+            from microllm.cli.structures import Structures as command
         case "train":
             from microllm.cli.train import Train as command
         case _:

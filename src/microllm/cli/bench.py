@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from microllm.lab.bench import BenchConfig, Workload
+from microllm.lab.bench_attach import AttachBench
 from microllm.lab.bench_ops import OpsConfig
 from microllm.lab.bench_serve import ServeBenchConfig
 from microllm.lab.bench_train import BenchTrainConfig
@@ -158,6 +159,30 @@ class BenchServe:
         return 0 if all(run.parity == "pass" for run in runs) else 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class BenchAttach:
+    """Time a loop over an attached transformers model beside the bare loop and transformers' own generation."""
+
+    model: str = "demo"
+    """A directory, a GGUF file, a name in the local Hugging Face cache, or "demo"."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    precision: str = "bf16"
+    """The host's own: bf16 or fp32."""
+    config: Repeated[AttachBench] = field(default_factory=AttachBench)
+    as_json: Json = False
+
+    def run(self) -> int:
+        """Print the rows."""
+        from microllm.lab.attach_model import bench_model
+
+        found = bench_model(
+            self.model, self.config, device=self.device, precision=self.precision, progress=_progress
+        )  # fmt: skip
+        _show(found.rows, as_json=self.as_json)
+        return 0
+
+
 def _run_bench(workload: Workload, config: BenchConfig, *, as_json: bool) -> int:
     from microllm.lab.bench import measure_bench
 
@@ -200,6 +225,7 @@ class Bench:
         | Annotated[BenchOps, tyro.conf.subcommand("ops")]
         | Annotated[BenchTrain, tyro.conf.subcommand("train")]
         | Annotated[BenchServe, tyro.conf.subcommand("serve")]
+        | Annotated[BenchAttach, tyro.conf.subcommand("attach")]
     )
 
     def run(self) -> int:

@@ -81,7 +81,7 @@ class _Arm:
     why_not: str = ""
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure_attach(
     model: nn.Module, ids: Tensor, config: AttachBench, progress: Callable[[str], None] = lambda _: None
 ) -> AttachFigures:  # fmt: skip
@@ -262,10 +262,11 @@ def _prefill(
 
 
 def _peer(
-    model: Any, ids: Tensor, num_rows: int, config: AttachBench, progress: Callable[[str], None]
+    model: nn.Module, ids: Tensor, num_rows: int, config: AttachBench, progress: Callable[[str], None]
 ) -> float | None:  # fmt: skip
-    """Return tokens a second of transformers' own greedy generation with a static cache, by difference of two lengths."""
-    if not callable(getattr(model, "generate", None)):
+    """Return tokens a second of transformers' greedy generation with a static cache, by difference of two lengths."""
+    generate: Any = getattr(model, "generate", None)
+    if generate is None:
         return None
     batch, mask = ids.repeat(num_rows, 1), torch.ones(num_rows, len(ids), dtype=torch.int64, device=ids.device)
     short, long = max(4, config.new_tokens // 8), config.new_tokens
@@ -274,7 +275,7 @@ def _peer(
         for count in times:
             progress(f"{num_rows} rows: transformers, {count} tokens, turn {turn}")
             started = perf_counter()
-            model.generate(
+            generate(
                 batch, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False,
                 cache_implementation="static", pad_token_id=0,
             ).cpu()  # fmt: skip

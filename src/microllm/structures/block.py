@@ -1,9 +1,10 @@
 """``decoder_block``: a whole block over a cache of ours, as one chain of launches.
 
-Place: an implementation like the others of ``impls``; what the engine decodes with, over a host's own weights. Seven
-launches a block in floats; quantised weights have no norm or residual folded in, and take eleven.
+Place: an implementation like the others of ``impls``; what the engine decodes with, over a host's own weights. Five
+launches a block in floats for one row, seven for more, since every program of a product would norm all rows again;
+quantised weights have no norm or residual folded in, and take nine.
 
-Axes:    B = rows, T = tokens (at most 8), H and G = query and KV heads, K = head dim, P = pairs, S = slots
+Axes:    B = rows, T = tokens (at most 8), G = KV heads, K = head dim, P = pairs, S = slots
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from microllm.structures.impls import Region
 
 PAGE_TOKENS = 16
-SPLIT = 256
 
 
 class Pages(NamedTuple):
@@ -38,7 +38,7 @@ class Pages(NamedTuple):
 def pages_of(num_rows: int, capacity: int, device: torch.device) -> Pages:
     """Return the pages of a cache of that many rows and slots (a multiple of ``PAGE_TOKENS``)."""
     table = torch.arange(num_rows * capacity // PAGE_TOKENS, dtype=torch.int32, device=device).view(num_rows, -1)
-    return Pages(table, SPLIT)
+    return Pages(table, 64 if capacity <= 1024 else 128 if capacity <= 8192 else 256)
 
 
 class Block:
@@ -56,30 +56,30 @@ class Block:
         self._down = region.matrix(("w_down",), "act_after_mul")
         self.matrices = (self._qkv, self._o, self._gate_up, self._down)
         self._fused = region.format == "float"
-        self.kernel = "norm_linear, rope, kv_store_paged, attention_decode, linear_residual, norm_linear_swiglu"
-        self.kernel = self.kernel if self._fused else f"rms_norm, {self._qkv.kernel}, rope, attention_decode, swiglu"
+        self.kernel = "norm_linear, attention_step, linear_residual, norm_linear_swiglu"
+        self.kernel = (
+            self.kernel if self._fused else f"rms_norm, {self._qkv.kernel}, attention_step, add_rms_norm, swiglu"
+        )
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, positions: Tensor
     ) -> Tensor:  # fmt: skip
-        """Return the stream after the block, [B, T, D]; write the tokens' keys and values into the cache."""
+        """Return the stream after the block, [B, T, D]; write the tokens' keys and values into the cache.
+
+        Shapes:  x [B, T, D], cos and sin [S, P] by position, keys and values [B, S, G, K], positions [B, T]
+        """
         B, T, _ = x.shape
         qkv = self._projected(x)
         q, k, v = (part.view(B, T, -1, self._head_dim) for part in qkv.split(self._sizes, dim=-1))
-        if self._q_norm is not None and self._k_norm is not None:
-            q, k = ops.qk_norm_rope(q, k, self._q_norm, self._k_norm, cos, sin, eps=self._eps)
-        else:
-            q, k = ops.rope(q, k, cos, sin)
         pages = pages_of(B, keys.shape[1], keys.device)
-        k_pages, v_pages = pages.of(keys), pages.of(values)
-        ops.kv_store_paged(k_pages, v_pages, k, v, pages.table, positions)
-        context = ops.attention_decode(
-            q, k_pages, v_pages, pages.table, positions, scale=self._scale, split=pages.split
-        ).flatten(2)  # fmt: skip
-        return self._finished(x, context)
+        context = ops.attention_step(
+            q, k, v, cos, sin, pages.of(keys), pages.of(values), pages.table, positions, self._q_norm, self._k_norm,
+            scale=self._scale, eps=self._eps, split=pages.split,
+        )  # fmt: skip
+        return self._finished(x, context.flatten(2))
 
     def _projected(self, x: Tensor) -> Tensor:
-        if self._fused:
+        if self._fused and x.shape[:2].numel() == 1:
             return ops.norm_linear(x, self._norm, self._qkv.parts[0], self._qkv.bias, eps=self._eps)
         normed = ops.rms_norm(x, self._norm, eps=self._eps)
         return self._qkv(normed.flatten(0, 1)).view(*x.shape[:2], -1)
@@ -87,7 +87,10 @@ class Block:
     def _finished(self, x: Tensor, context: Tensor) -> Tensor:
         if self._fused:
             x = ops.linear_residual(context, self._o.parts[0], x, self._o.bias)
-            active = ops.norm_linear_swiglu(x, self._ffn_norm, self._gate_up.parts[0], eps=self._eps)
+            one = x.shape[:2].numel() == 1
+            normed = x if one else ops.rms_norm(x, self._ffn_norm, eps=self._eps)
+            gain = self._ffn_norm if one else None
+            active = ops.norm_linear_swiglu(normed, gain, self._gate_up.parts[0], eps=self._eps)
             return ops.linear_residual(active, self._down.parts[0], x)
         out: Any = self._o(context.flatten(0, 1)).view(x.shape)
         x, normed = ops.add_rms_norm(out, x, self._ffn_norm, eps=self._eps)

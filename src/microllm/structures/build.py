@@ -17,7 +17,6 @@ from microllm.errors import StructureError
 from microllm.evidence.timing import QUICK, TimingConfig
 from microllm.structures.binding import load_bindings
 from microllm.structures.block import PAGE_TOKENS
-from microllm.structures.cache import LoopCache
 from microllm.structures.calibration import (
     PERCENTILE,
     Calibration,
@@ -31,6 +30,7 @@ from microllm.structures.host import Host
 from microllm.structures.impls import SMOKE_COSINE, Impl, Region, bind_region, cosine, load_impls
 from microllm.structures.schemes import Decision, Point, Report, Scheme, region_key
 from microllm.structures.sites import Attachment, AttentionSite, BlockSite, ModuleSite, PackSite, Scratch, Site
+from microllm.structures.stack import new_cache
 from microllm.structures.structure import Catalog, load_catalog
 
 MIN_FREE_BYTES = 512 * 1024 * 1024
@@ -187,7 +187,7 @@ class _Maker:
                 self._attention.setdefault(c.path, {})[kind] = seat
             case "decoder_block":
                 assert c.layer is not None, "a block is one of the layers"
-                site = BlockSite(host, c.path, c.layer, seat, self.turn, self._scratch)
+                site = BlockSite(host, c.path, c.layer, seat, self.turn)
                 check_block(host, site, c.layer, floor)
                 self._sites.append(site)
             case _:
@@ -222,12 +222,12 @@ def check_block(host: Host, site: BlockSite, index: int, floor: float) -> None:
     Raises:
         StructureError: it does not.
     """
-    module, like, K = site.places[0][0], host.weight, host.head_dim
+    module, like = site.places[0][0], host.weight
     x = _drawn(1, 2, like.shape[1], like=like)
     positions = torch.tensor([[3, 4]], device=like.device)
 
     def through(forward: Callable[..., Any] | None) -> Tensor:
-        cache = LoopCache(len(host.layers), 1, PAGE_TOKENS, (host.num_kv_heads, K), like=like)
+        cache = new_cache(host, 1, PAGE_TOKENS)
         for number, part in enumerate((cache.keys, cache.values)):
             part[index].copy_(_drawn(*part[index].shape, like=like, seed=number))
         cache.begin_tokens(positions)

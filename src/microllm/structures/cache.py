@@ -20,6 +20,7 @@ from microllm.structures.block import PAGE_TOKENS, Pages, pages_of
 class LoopCache:
     """Keys and values of ``num_rows`` sequences, ``capacity`` slots each (rounded up to whole pages).
 
+    ``tables``: cosines and sines by position, where a host has them; a block that runs as a chain reads them.
     Between ``begin_prompt`` or ``begin_tokens`` and the end of a pass, ``positions`` and ``mask`` are that pass's.
     """
 
@@ -36,6 +37,7 @@ class LoopCache:
         self._rows = torch.arange(num_rows, device=like.device)[:, None]
         self.positions: Tensor = torch.zeros(num_rows, 1, dtype=torch.int64, device=like.device)
         self.mask: Tensor | None = None
+        self.tables: tuple[Tensor, Tensor] | None = None
         self.decoding = False
         self._seen = self.capacity
 

@@ -126,7 +126,8 @@ def _captured(fn: Callable[[], Any], warm_ups: int) -> tuple[torch.cuda.CUDAGrap
     with torch.cuda.stream(stream):
         for _ in range(warm_ups):
             fn()
-    torch.cuda.current_stream().wait_stream(stream)
+    current = torch.cuda.current_stream()
+    current.wait_stream(stream)
     torch.cuda.synchronize()
     gc.collect()  # a graph that is freed during a capture ends it
     graph = torch.cuda.CUDAGraph()
@@ -136,6 +137,7 @@ def _captured(fn: Callable[[], Any], warm_ups: int) -> tuple[torch.cuda.CUDAGrap
             with torch.cuda.graph(graph):
                 output = fn()
         except RuntimeError as error:
+            torch.cuda.set_stream(current)  # a capture that failed leaves its own behind
             torch.cuda.synchronize()
             raise CaptureRefused(f"got a computation that a graph does not take: {error}; run it as it is") from error
     if any("empty" in str(each.message) for each in told):

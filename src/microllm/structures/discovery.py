@@ -270,6 +270,8 @@ def _example(host: Host, structure: Structure, seen: Seen, path: str, watch: Wat
                 )
             assert seen.example is not None, "a block that was called was given rows"
             cache = {"keys": draw(1, 16, G, K), "values": draw(1, 16, G, K)}
+            turns = torch.linspace(0, 3, 16 * (K // 2), device=like.device).view(16, -1)
+            angles = {"cos": turns.cos(), "sin": turns.sin()}
             positions = torch.tensor([[3, 4]], device=like.device)
             x = draw(2, seen.example.shape[1]) * seen.example.float().std().to(like.dtype)
             return {"x": x[None], **angles, **cache, "positions": positions}

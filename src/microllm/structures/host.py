@@ -94,6 +94,10 @@ class Host:
 class Calls(Protocol):
     """How a family's stack is run over a cache of ours."""
 
+    def tables(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of all positions below ``capacity``: fp32 [S, P]."""
+        ...
+
     def angles(self, x: Tensor, positions: Tensor) -> Any:
         """Return the rotary angles of positions [B, T], as blocks take them."""
         ...
@@ -115,10 +119,17 @@ class TransformersCalls:
                 f"got blocks that take {sorted(parameters)}; need hidden_states, attention_mask, position_embeddings "
                 f"and one of {', '.join(CACHE_NAMES)}; use a version of transformers that the binding was tested with"
             )
-        self.cache_name = named[0]
+        self.cache_name, self._host = named[0], host
         self._rotary = host.stack.get_submodule(host.binding.stack["rotary"])
         attention = look_up(host.layers[0], "self_attn")
         self.implementation = getattr(getattr(attention, "config", None), "_attn_implementation", "sdpa")
+
+    def tables(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of all positions, as the host rounds them: fp32 [S, P]."""
+        like = self._host.weight
+        cos, sin = self._rotary(like[:1][None], torch.arange(capacity, device=like.device)[None])
+        pairs = self._host.head_dim // 2
+        return cos[0, :, :pairs].float().contiguous(), sin[0, :, :pairs].float().contiguous()
 
     def angles(self, x: Tensor, positions: Tensor) -> Any:
         """Return cosines and sines [B, T, K]."""
@@ -141,6 +152,12 @@ class OwnCalls:
 
     def __init__(self, host: Host) -> None:
         self._rotary = host.stack.get_submodule(host.binding.stack["rotary"])
+        self._device = host.weight.device
+
+    def tables(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of all positions: fp32 [S, P]."""
+        cos, sin = self._rotary(torch.arange(capacity, device=self._device)[None])
+        return cos[0].contiguous(), sin[0].contiguous()
 
     def angles(self, x: Tensor, positions: Tensor) -> Any:
         """Return cosines and sines [B, T, P], fp32."""

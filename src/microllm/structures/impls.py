@@ -26,6 +26,8 @@ from microllm.structures.block import Block
 from microllm.structures.formats import FLOAT, Format, FormatName, Matrix, stack
 from microllm.structures.structure import Structure, load_attribute
 
+FUSED_ROWS = 256
+"""Rows up to which gate, up and SwiGLU are one launch."""
 SMOKE_COSINE = {"float": 0.9999, "int8": 0.999, "int4": 0.97, "fp8": 0.99}
 """Least cosine with the reference that a bind is accepted with, by format."""
 
@@ -76,6 +78,8 @@ class Ffn:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return y [M, D]."""
+        if self._gate_up.format.name == "float" and len(x) <= FUSED_ROWS:
+            return self._down(ops.norm_linear_swiglu(x, None, self._gate_up.parts[0], eps=1.0))
         gate, up = self._gate_up(x).chunk(2, dim=1)
         return self._down(ops.swiglu(gate, up))
 

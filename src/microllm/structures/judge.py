@@ -23,6 +23,7 @@ from microllm.errors import StructureError
 from microllm.evidence.gates import JUDGED, MOVED, STRICT, GateReport, Kind, band, gate_metrics, refusals
 from microllm.evidence.tensor_statistics import Record, same_bits
 from microllm.evidence.timing import PairedTiming, TimingConfig, time_pairs
+from microllm.step import Graphs
 from microllm.structures.build import Build
 from microllm.structures.guard import BANDS, Band, Seat, joined_ledger
 from microllm.structures.host import Host
@@ -151,9 +152,10 @@ class Judge:
         """Time a phase with the seats and without: captured on a GPU, as it is deployed there."""
         device = self.build.host.weight.device
         if device.type == "cuda" and phase.band == "decode":
-            own = captured(phase.action)
+            graphs = Graphs(device)
+            own = graphs.capture(phase.action)
             with installed(self.build, seats):
-                ours = captured(phase.action)
+                ours = graphs.capture(phase.action)
             return time_pairs(own, ours, device=str(device), config=self.rules.timing)
         sites = [site for site in self.build.attachment.sites if set(site.seats) & set(seats)]
 
@@ -179,20 +181,6 @@ def installed(build: Build, seats: Iterable[Seat]) -> Iterator[None]:
         yield
     finally:
         build.attachment.remove()
-
-
-def captured(action: Callable[[], object]) -> Callable[[], object]:
-    """Return a replay of what ``action`` launches on the current GPU."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            action()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        action()
-    return graph.replay
 
 
 def units_of(seats: Sequence[Seat]) -> dict[str, list[Seat]]:

@@ -228,10 +228,10 @@ class AttentionSite(Site):
 class BlockSite(Site):
     """A whole block, run as one chain while the loop decodes over its own cache; else the host's block."""
 
-    def __init__(self, host: Host, path: str, index: int, seat: Seat, turn: Turn, scratch: Scratch) -> None:
+    def __init__(self, host: Host, path: str, index: int, seat: Seat, turn: Turn) -> None:
         super().__init__((seat,), turn)
         module = host.model.get_submodule(path)
-        own, pairs = type(module).forward, host.head_dim // 2
+        own = type(module).forward
         transformers = host.binding.protocol == "transformers"
         name = getattr(host.calls, "cache_name", "")
 
@@ -239,13 +239,11 @@ class BlockSite(Site):
             with turn:
                 cache: Any = kwargs.get(name) if transformers else next(iter(args[2:]), None)
                 loops = isinstance(cache, LoopCache) and cache.decoding and x.dim() == 3 and x.shape[1] <= MAX_TOKENS
-                if not loops:
+                if not loops or cache.tables is None:
                     seat.ledger.by_band += seat.active
                 elif seat.admits(module, x):
-                    cos, sin = kwargs["position_embeddings"] if transformers else args[0]
-                    cos, sin = scratch.angles(cos, sin, x.shape[0], pairs)
                     keys, values = cache.keys[index], cache.values[index]
-                    return seat.spoil(seat.bound(x, cos, sin, keys, values, cache.positions))
+                    return seat.spoil(seat.bound(x, *cache.tables, keys, values, cache.positions))
                 return own(module, x, *args, **kwargs)
 
         self.places = ((module, forward),)

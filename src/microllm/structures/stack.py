@@ -19,7 +19,10 @@ from microllm.structures.host import Host
 
 def new_cache(host: Host, num_rows: int, capacity: int) -> LoopCache:
     """Return an empty cache for a host, in its dtype, where it is."""
-    return LoopCache(len(host.layers), num_rows, capacity, (host.num_kv_heads, host.head_dim), like=host.weight)
+    cache = LoopCache(len(host.layers), num_rows, capacity, (host.num_kv_heads, host.head_dim), like=host.weight)
+    if host.head_dim % 2 == 0:
+        cache.tables = host.calls.tables(cache.capacity)
+    return cache
 
 
 def run_stack(host: Host, token_ids_BT: Tensor, positions_BT: Tensor, cache: LoopCache) -> Tensor:

@@ -8,19 +8,19 @@ Axes:    B = rows, T = tokens, V = vocabulary, D = model dim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from microllm import ops
+from microllm.errors import CaptureRefused
 from microllm.sampling.sampler import Sampler, choose_tokens
+from microllm.step import Graphs
 from microllm.structures.guard import Seat
 from microllm.structures.host import Host
 from microllm.structures.sites import ATTACHED
 from microllm.structures.stack import logits_of, new_cache, run_prompt, run_tokens
-
-WARM_UPS = 3
 
 
 class Step:
@@ -39,7 +39,7 @@ class Step:
         self.positions = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
         self.hidden = self.logits = torch.empty(0)
         self._chosen = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._replay: Callable[[], object] | None = None
         self._capture = capture and device.type == "cuda"
         self._counted: list[tuple[Seat, int]] = []
         self._num_replays = 0
@@ -47,7 +47,7 @@ class Step:
     @property
     def captured(self) -> bool:
         """Return whether a run replays a graph."""
-        return self._graph is not None
+        return self._replay is not None
 
     @torch.inference_mode()
     def prompt(self, rows: Sequence[Sequence[int]], samplers: Sequence[Sampler] | None) -> list[int]:
@@ -69,8 +69,8 @@ class Step:
     @torch.inference_mode()
     def run(self) -> Tensor:
         """Run the step on what the buffers hold; return its choices [B, T], which the next run overwrites."""
-        if self._graph is not None:
-            self._graph.replay()
+        if self._replay is not None:
+            self._replay()
             self._num_replays += 1
         else:
             seen = min(int(self.positions.max()) + 1, self.cache.capacity)
@@ -79,7 +79,7 @@ class Step:
 
     def greedy(self) -> Iterator[list[int]]:
         """Yield the tokens of one step after the other; on a GPU the next step is launched before they are read."""
-        if self._graph is None:
+        if self._replay is None:
             while True:
                 yield self.run()[:, 0].tolist()
         host = [torch.empty(len(self._chosen), dtype=torch.int64, pin_memory=True) for _ in range(2)]
@@ -123,24 +123,29 @@ class Step:
             self.positions.add_(1).clamp_(max=self.cache.capacity - 1)
 
     def _make_graph(self) -> None:
-        """Capture the step, before the cache holds anything: its warm-ups write into it."""
-        if not self._capture or self._graph is not None:
+        """Capture the step, before the cache holds anything: its first run writes into it.
+
+        Raises:
+            CaptureRefused: the host does what a graph does not take; the next eager call works.
+        """
+        if not self._capture or self._replay is not None:
             return
         self.positions.zero_()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                self._pass(None)
-        torch.cuda.current_stream().wait_stream(stream)
-        attachment = ATTACHED.get(self.host.model)
+        attachment, current = ATTACHED.get(self.host.model), torch.cuda.current_stream()
         seats = [] if attachment is None else attachment.seats
-        before = [seat.ledger.calls for seat in seats]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._pass(None)
-        for seat, calls in zip(seats, before, strict=True):
-            if seat.ledger.calls > calls:
-                self._counted.append((seat, seat.ledger.calls - calls))
-                seat.ledger.calls = calls
-        self._graph = graph
+        calls: list[int] = []
+
+        def counted() -> None:
+            calls[:] = [seat.ledger.calls for seat in seats]
+            with ops.overlapped():
+                self._pass(None)
+
+        try:
+            self._replay = Graphs(self.token_ids.device).capture(counted)
+        except RuntimeError as error:
+            torch.cuda.set_stream(current)  # a capture that failed leaves its own behind
+            raise CaptureRefused(f"got a host whose step a graph does not take: {error}; generate with it") from error
+        for seat, before in zip(seats, calls, strict=True):
+            if seat.ledger.calls > before:
+                self._counted.append((seat, seat.ledger.calls - before))
+                seat.ledger.calls = before

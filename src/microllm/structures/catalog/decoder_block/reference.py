@@ -50,8 +50,9 @@ def reference(
     )
     if "w_q_norm" in weights:
         q, k = normed(q, weights["w_q_norm"], eps), normed(k, weights["w_k_norm"], eps)
-    q, k = (rotated(part, inputs["cos"], inputs["sin"]) for part in (q, k))
     positions, rows = inputs["positions"], torch.arange(len(x), device=x.device)[:, None]
+    cos, sin = inputs["cos"][positions], inputs["sin"][positions]
+    q, k = (rotated(part, cos, sin) for part in (q, k))
     inputs["keys"][rows, positions], inputs["values"][rows, positions] = k, v
     seen = torch.arange(inputs["keys"].shape[1], device=x.device) <= positions[:, None, :, None]
     keys, values = (inputs[name].transpose(1, 2) for name in ("keys", "values"))
