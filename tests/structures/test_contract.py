@@ -321,8 +321,9 @@ def test_another_activation_or_norm_is_seen_by_what_it_computes(config):
     assert any(r.structure == "decoder_ffn" and "computes something else" in r.reason for r in plan.build.refused)
     model = make_host("llama")
     norm = model.model.layers[1].post_attention_layernorm
-    norm.variance_epsilon = 10.0  # the structure takes it as it finds it
+    norm.variance_epsilon = 10.0  # the structure takes it as it finds it; a chain has one for all its norms
     plan = structures.auto_swaps(model, lambda: model(ids), scheme="bf16_structural", config=config)
+    assert any(r.structure == "decoder_block" and "need one" in r.reason for r in plan.build.refused)
     wanted = model(ids).logits
     plan.activate()
     assert torch.allclose(model(ids).logits, wanted, atol=1e-4)

@@ -171,16 +171,12 @@ def _slots(structure: Structure, module: nn.Module, config: AttachConfig) -> tup
             weights = {slot: look_up(module, place) for slot, place in region.weights.items()}
             extra = [place for place in region.without if look_up(module, place) is not None]
             missing = [slot for slot, t in weights.items() if t is None and slot not in optional]
-            constants = {}
-            for name in structure.constants:
-                place = binding.constants[name]
-                tails = [".".join(place.split(".")[i:]) for i in range(place.count(".") + 1)]
-                constants[name] = next((v for tail in tails if (v := look_up(module, tail)) is not None), None)
+            constants = {name: look_up(module, place) for name, place in region.constants.items()}
             if not missing and not extra and None not in constants.values():
                 return {slot: t for slot, t in weights.items() if t is not None}, constants
     raise StructureError(
-        f"got a {type(module).__name__} in which no binding finds {structure.id} (a slot is missing, or a bias "
-        "has no slot for); need its slots by the paths of a binding"
+        f"got a {type(module).__name__} in which no binding finds {structure.id} (a slot is missing, or there is a "
+        "bias without one); need its slots by the paths of a binding"
     )
 
 

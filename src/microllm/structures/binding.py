@@ -10,7 +10,7 @@ A pipeline's hot segments are each one of ``CLASSES``; one that none of its segm
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ _SEGMENT_KEYS = {"name", "stage", "classification", "seam", "structures"}
 
 @dataclass(frozen=True, slots=True)
 class RegionBinding:
-    """One structure on a host: the modules it stands for, and its slots and points by paths from each of them.
+    """One structure on a host: the modules it stands for; slots, points and constants by paths from each.
 
     ``scope``: what ``sites`` are relative to. ``without``: paths that must hold nothing.
     """
@@ -39,6 +39,7 @@ class RegionBinding:
     sites: tuple[str, ...]
     weights: Mapping[str, str]
     points: Mapping[str, str]
+    constants: Mapping[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
 
 
@@ -137,15 +138,15 @@ def _region(entry: dict[str, Any], name: str, catalog: Catalog) -> RegionBinding
     slots = {port.name: port.optional for port in structure.weights}
     missing = [slot for slot, optional in slots.items() if not optional and slot not in entry["weights"]]
     unknown = sorted(set(entry["weights"]) - set(slots))
-    points = set(entry["points"]) ^ set(structure.points)
+    points = set(entry["points"]) ^ set(structure.points) | set(entry.get("constants", {})) ^ set(structure.constants)
     if missing or unknown or points or entry["scope"] not in ("layer", "stack", "head"):
         raise StructureError(
-            f"{name}: got {structure.id} without {missing}, with {unknown}, points that differ {sorted(points)}, "
-            f"scope {entry['scope']!r}; need every slot and point of its yaml, and a scope layer, stack or head"
+            f"{name}: got {structure.id} without {missing}, with {unknown}, points or constants that differ "
+            f"{sorted(points)}, scope {entry['scope']!r}; need all of its yaml's, and a scope layer, stack or head"
         )
     return RegionBinding(
         structure, entry["scope"], tuple(entry["sites"]), entry["weights"], entry["points"],
-        tuple(entry.get("without", ())),
+        entry.get("constants", {}), tuple(entry.get("without", ())),
     )  # fmt: skip
 
 

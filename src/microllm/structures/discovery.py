@@ -190,7 +190,7 @@ def _judge(found: Discovery, watch: Watch, region: RegionBinding, path: str, mod
     structure, host = region.structure, found.host
     try:
         weights = _weights(host, region, module, path)
-        constants = _constants(host, structure, path, module)
+        constants = _constants(host, region, module)
         seen = watch.seen.get(path, Seen())
         if not seen.num_calls:
             raise StructureError("got no call of it in the forward; need one to see what it is given")
@@ -230,19 +230,23 @@ def _weights(host: Host, region: RegionBinding, module: nn.Module, path: str) ->
     return weights
 
 
-def _constants(host: Host, structure: Structure, path: str, module: nn.Module) -> dict[str, Any]:
-    constants = {}
-    for name in structure.constants:
-        value = look_up(module, host.binding.constants[name].split(".")[-1])
-        if value is None:
-            value = host.constant(name, _layer(host, path) or 0)
-        constants[name] = value
-    if structure.name in _ATTENTION or structure.name == "decoder_block":
-        attention = module if structure.name in _ATTENTION else look_up(module, "self_attn")
-        if getattr(attention, "sliding_window", None) is not None:
-            raise StructureError(f"got a sliding window of {attention.sliding_window}; need attention to all keys")
-        if structure.name != "attention_core" and host.head_dim % 2:
-            raise StructureError(f"got head_dim {host.head_dim}; need an even one: pairs are turned")
+def _constants(host: Host, region: RegionBinding, module: nn.Module) -> dict[str, Any]:
+    structure = region.structure
+    constants = {name: look_up(module, place) for name, place in region.constants.items()}
+    missing = [place for name, place in region.constants.items() if constants[name] is None]
+    if missing:
+        raise StructureError(f"got no {missing[0]}; need it: {structure.id} computes with it")
+    if structure.name not in (*_ATTENTION, "decoder_block"):
+        return constants
+    attention = module if structure.name in _ATTENTION else look_up(module, "self_attn")
+    if getattr(attention, "sliding_window", None) is not None:
+        raise StructureError(f"got a sliding window of {attention.sliding_window}; need attention to all keys")
+    if structure.name != "attention_core" and host.head_dim % 2:
+        raise StructureError(f"got head_dim {host.head_dim}; need an even one: pairs are turned")
+    eps = host.binding.constants["eps"].rpartition(".")[2]
+    found = {value for each in module.modules() if (value := vars(each).get(eps)) is not None}
+    if "eps" in constants and len(found) != 1:
+        raise StructureError(f"got norms of eps {sorted(found)}; need one: {structure.id} has one")
     return constants
 
 

@@ -217,8 +217,8 @@ def bind_region(region: Region, impls: Sequence[Impl], example: Mapping[str, Ten
         StructureError: there is no implementation, it raises, or its output is not the reference's.
     """
     bound = find_impl(impls, region).bind(region)
-    reference = region.structure.reference(dict(example), region.weights, region.constants)
     try:
+        reference = region.structure.reference(dict(example), region.weights, region.constants)
         outputs = bound(*example.values())
     except (RuntimeError, ValueError) as error:
         shapes = {name: tuple(t.shape) for name, t in example.items()}
