@@ -10,47 +10,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
 
-from microllm.config import PRESETS, preset
-from microllm.inference import LLM
+from microllm.config import PRESETS
 from microllm.lab.profile import ProfileConfig, describe_profile, profile_generation, write_profile
-from microllm.model import Transformer
+from microllm.lab.random_model import random_llm
 from microllm.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from microllm.io.tokenizer import Tokenizer
-
-
-class NoText:
-    """What generation asks of a tokenizer, where no text is wanted; its own text stream as well."""
-
-    eos_ids: frozenset[int] = frozenset()
-
-    def known_ids_mask(self, size: int) -> Tensor:
-        """Return that every id is a token."""
-        return torch.ones(size, dtype=torch.bool)
-
-    def stream(self) -> NoText:
-        """Return the stream, which says nothing."""
-        return self
-
-    def push(self, token_id: int) -> str:
-        """Take a token."""
-        return ""
-
-    def flush(self) -> str:
-        """End the text."""
-        return ""
-
-
-def random_llm(name: str, device: str, dtype: torch.dtype) -> LLM:
-    """Return a model of a preset's shape with seeded weights."""
-    model = Transformer(preset(name), dtype=dtype, device=device).initialise(seed=0).eval()
-    return LLM(model.requires_grad_(False), cast("Tokenizer", NoText()), name=f"random {name}")
 
 
 def main() -> None:

@@ -28,6 +28,8 @@ from microllm.step import DecodeRow, DecodeRows, Graphs, PagePool, PageTables, R
 
 BURST_STEPS = 4
 """Steps of a burst: a few times the host's work for one, and little to throw away when a row ends within."""
+MAX_PREFILL_TOKENS = 4096
+"""Tokens of prompts that run as one: as many as keep a GPU busy."""
 Choosing = Literal["greedy", "sampled"]
 
 
@@ -94,10 +96,12 @@ class GraphRunner:
                 first = sum(len(part) for part in parts[:-1])
                 for row, i in enumerate(picked):
                     starts[i] = first + row * width + len(chunks[i].token_ids) - chunks[i].num_logits
-        for i, chunk in enumerate(chunks):
-            if chunk.kind == "prefill":
-                starts[i] = sum(len(part) for part in parts)
-                self._prefill(chunk, parts)
+        for picked in _alike(chunks):
+            first = sum(len(part) for part in parts)
+            self._prefill([chunks[i] for i in picked], parts)
+            for i in picked:
+                starts[i] = first
+                first += chunks[i].num_logits
         if not parts:  # chunks that end within their prompts
             parts.append(self.model.head_weight_VD.new_empty(0, self.model.head_weight_VD.shape[0]))
         return parts[0] if len(parts) == 1 else torch.cat(parts), starts
@@ -128,19 +132,22 @@ class GraphRunner:
         found.replay()
         parts.append(found.logits)
 
-    def _prefill(self, chunk: Chunk, parts: list[Tensor]) -> None:
-        """Run a prompt's chunk: captured, its width rounded up, unless several of its tokens want logits."""
-        length, wanted = len(chunk.token_ids), chunk.num_logits
-        if wanted > 1:
-            group = RowGroup(1, length, decodes=False, device=self.device)
-            found = self._captured(group, Arena(self.forward, group, wanted), captures=False)
+    def _prefill(self, chunks: Sequence[Chunk], parts: list[Tensor]) -> None:
+        """Run prompts' chunks of one width: captured, rounded up, unless several tokens of a chunk want logits."""
+        many = chunks[0].num_logits > 1
+        if many:
+            group = RowGroup(1, len(chunks[0].token_ids), decodes=False, device=self.device)
+            found = self._captured(group, Arena(self.forward, group, chunks[0].num_logits), captures=False)
         else:
-            found = self._pass(1, padded_width(length), wanted)
-        self._fill(found, [chunk])
-        found.arena.wanted.copy_(torch.arange(length - wanted, length))
+            found = self._pass(len(chunks), padded_width(len(chunks[0].token_ids)), len(chunks))
+        self._fill(found, chunks)
+        ends = [row * found.group.width + len(chunk.token_ids) for row, chunk in enumerate(chunks)]
+        wanted = range(ends[0] - chunks[0].num_logits, ends[0]) if many else [end - 1 for end in ends]
+        found.arena.wanted.copy_(torch.tensor(list(wanted)))
         found.replay()
-        if wanted:
-            parts.append(found.logits.clone() if wanted == 1 else found.logits)
+        rows = [row for row, chunk in enumerate(chunks) if chunk.num_logits]
+        if rows:  # a copy: the next chunks of this shape write there again
+            parts.append(found.logits if many else found.logits[torch.tensor(rows, device=self.device)])
 
     def _fill(self, found: Captured, chunks: Sequence[Chunk]) -> None:
         found.group.fill([(cast("int", chunk.request.slot), chunk.start, chunk.token_ids) for chunk in chunks])
@@ -210,6 +217,22 @@ class GraphRunner:
         if self._deterministic:
             stack.enter_context(ops.batch_invariant())
         return stack
+
+
+def _alike(chunks: Sequence[Chunk]) -> list[list[int]]:
+    """Return which chunks of prompts run as one: of one width, by eights, fours and twos, and no more than fit."""
+    by_width: dict[tuple[int, int], list[int]] = {}
+    for i, chunk in enumerate(chunks):
+        if chunk.kind == "prefill":
+            alone = i if chunk.num_logits > 1 else -1
+            by_width.setdefault((padded_width(len(chunk.token_ids)), alone), []).append(i)
+    groups: list[list[int]] = []
+    for (width, _), picked in by_width.items():
+        while picked:
+            size = next(n for n in (8, 4, 2, 1) if n == 1 or (n <= len(picked) and n * width <= MAX_PREFILL_TOKENS))
+            groups.append(picked[:size])
+            del picked[:size]
+    return groups
 
 
 def padded_width(num_tokens: int) -> int:

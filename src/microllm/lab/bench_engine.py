@@ -1,0 +1,308 @@
+"""The engine beside transformers with a static cache and torch.compile, on one GPU: targets D1 to D4, D6 to D8, P1, S1.
+
+Place: ``microllm bench engine`` and ``tools/gpu_engine.py``. Weights are random, of a preset's exact shape, the same in
+every arm. A decode rate is what more tokens add: the time of a prompt and N + 1 tokens, less that of a prompt and one,
+through the public API, the host's work and the reading of tokens in it. Arms take turns (A B B A). Parity: the error
+of our logits against transformers' in fp32 is at most half as large again as its own in our dtype.
+
+Units:   the limit divides the bytes that a step must read (weights, keys and values) by ``bench roofline``'s read rate
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from microllm.config import ModelConfig
+from microllm.errors import ConfigError
+from microllm.evidence.environment import capture_environment
+from microllm.evidence.rows import Row, environment_fields, read_rows, write_row
+from microllm.inference import LLM, Engine, EngineConfig
+from microllm.lab.hf_twin import cast_twin, make_twin
+from microllm.lab.random_model import random_llm
+from microllm.sampling import SamplingParams
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PEER = "transformers static + compiled"
+PARITY_TIMES = 1.5
+READ_TBPS = 4.0
+"""Read rate of a 1 GB buffer on an H200, where no roofline row says it."""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBenchConfig:
+    """What is run, against whom, how often.
+
+    Args:
+        model: A preset; its weights are random.
+        dtype: bf16, fp16 or fp32.
+        batch: Sequences that decode at once; a row for each.
+        tokens: Tokens of their prompts; a row for each.
+        new_tokens: Tokens that a round decodes, beyond the first.
+        peer: Run transformers too (its compiler takes a minute for each batch).
+        deterministic: Rows' bits do not know their batch (mode B).
+        sequences: Of the throughput run, 0 for none: prompts and answers of 100 to 1,024 tokens, temperature 0.6.
+        rounds: Rounds of each arm, an even number.
+        limits: Rows of bench roofline.
+        out: Append the rows to this JSONL file.
+    """
+
+    model: str = "qwen2.5-0.5b"
+    dtype: str = "bf16"
+    device: str = "cuda"
+    batch: tuple[int, ...] = (1, 8, 32, 64)
+    tokens: tuple[int, ...] = (512,)
+    new_tokens: int = 128
+    peer: bool = False
+    deterministic: bool = False
+    sequences: int = 0
+    rounds: int = 4
+    limits: Path = Path("lab/rows/roofline.jsonl")
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        counts = (*self.batch, *self.tokens, self.new_tokens)
+        if min(counts) < 1 or self.rounds < 2 or self.rounds % 2 or self.dtype not in TORCH_DTYPES:
+            raise ConfigError(
+                f"got {counts} sequences and tokens, {self.rounds} rounds, dtype {self.dtype!r}; need at least 1 of "
+                f"each, an even number of rounds, and one of {', '.join(TORCH_DTYPES)}"
+            )
+
+
+@dataclass(slots=True)
+class Arm:
+    """One way to run: seconds of a prompt and one token, and of a prompt and many, a round each."""
+
+    run: Callable[[list[list[int]], int], object]
+    short_s: list[float] = field(default_factory=list)
+    long_s: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    def time(self, prompts: list[list[int]], num_tokens: int, device: torch.device) -> None:
+        """Time a round of both lengths."""
+        for count, into in ((1, self.short_s), (num_tokens + 1, self.long_s)):
+            into.append(_seconds(lambda count=count: self.run(prompts, count), device))
+
+    def rate(self, num_sequences: int, num_tokens: int) -> float:
+        """Return tokens a second while decoding."""
+        return num_sequences * num_tokens / (median(self.long_s) - median(self.short_s))
+
+
+class StaticCompiled:
+    """transformers with a static cache, its one-token step compiled into CUDA graphs, in the shortest loop."""
+
+    def __init__(self, twin: Any, num_sequences: int, capacity: int, *, compiles: bool) -> None:  # noqa: ANN401
+        from transformers import StaticCache  # noqa: PLC0415 - an extra
+
+        self._twin, self._cache = twin, StaticCache(config=twin.config, max_cache_len=capacity)
+        names = inspect.signature(type(twin).forward).parameters
+        self._name = "cache" if "cache" in names else "past_key_values"
+        self._takes_position = "cache_position" in names
+        self._step = torch.compile(twin.forward, mode="reduce-overhead", fullgraph=True) if compiles else twin.forward
+        self._num_sequences = num_sequences
+
+    @torch.no_grad()
+    def run(self, prompts: list[list[int]], num_tokens: int) -> Tensor:
+        """Return the greedy tokens of prompts of one length, [B, num_tokens], read at the end."""
+        device = self._twin.device
+        ids, length = torch.tensor(prompts, device=device), len(prompts[0])
+        self._cache.reset()
+        position = torch.arange(length, device=device)
+        token = self._call(self._twin.forward, ids, position, logits_to_keep=1)
+        chosen, position = [token], position[-1:] + 1
+        for _ in range(num_tokens - 1):
+            torch.compiler.cudagraph_mark_step_begin()
+            token = self._call(self._step, token, position)
+            chosen.append(token)
+            position = position + 1
+        return torch.cat(chosen, dim=1).cpu()
+
+    def _call(self, forward: Any, ids: Tensor, position: Tensor, **more: int) -> Tensor:  # noqa: ANN401
+        given: dict[str, Any] = {self._name: self._cache, "use_cache": True, **more}
+        given |= {"cache_position": position} if self._takes_position else {}
+        logits = forward(input_ids=ids, position_ids=position[None], **given).logits
+        return logits[:, -1:].argmax(-1)
+
+
+def measure_engine(config: EngineBenchConfig, progress: Progress = lambda _: None) -> Iterator[Row]:
+    """Yield rows for each batch and prompt length, then one for the throughput run; write them to ``config.out``."""
+    device, dtype = torch.device(config.device), TORCH_DTYPES[config.dtype]
+    llm = random_llm(config.model, config.device, dtype)
+    fields = environment_fields(capture_environment(config.device)) | {"dtype": config.dtype, "unit": "tok/s"}
+    twin = _twin(llm, dtype) if config.peer else None
+    parity = "pass" if twin is None else _parity(llm, twin)
+    progress(f"parity: {parity}")
+    for tokens in config.tokens:
+        for batch in config.batch:
+            for row in _shape_rows(config, llm, twin, (batch, tokens), parity, fields):
+                progress(_summary(row))
+                yield _kept(config, row)
+            _forget(device)
+    if config.sequences:
+        row = _throughput_row(config, llm, parity, fields)
+        progress(_summary(row))
+        yield _kept(config, row)
+
+
+def _shape_rows(
+    config: EngineBenchConfig, llm: LLM, twin: Any, shape: tuple[int, int], parity: str, fields: dict[str, Any],  # noqa: ANN401
+) -> tuple[Row, Row]:  # fmt: skip
+    """Return the rows of decoding and of the prompt before it."""
+    batch, tokens = shape
+    device, capacity = torch.device(config.device), tokens + config.new_tokens + 8
+    prompts = [[(7 * row + i) % (llm.config.vocab_size - 5) + 5 for i in range(tokens)] for row in range(batch)]
+    engine = _engine(config, llm, batch, capacity)
+    arms = [Arm(lambda prompts, count: engine.generate(prompts, _greedy(count)))]
+    if twin is not None:
+        arms.append(Arm(StaticCompiled(twin, batch, capacity, compiles=device.type == "cuda").run))
+    for arm in arms:
+        for count in (3, config.new_tokens + 1, config.new_tokens + 1):
+            arm.run(prompts, count)
+        arm.peak_bytes = _peak(arm, prompts, device)
+    for number in range(config.rounds):
+        for arm in arms if number % 2 == 0 else arms[::-1]:
+            arm.time(prompts, config.new_tokens, device)
+    ours, *others = arms
+    steps_bytes = _bytes_a_step(llm.config, batch, tokens + config.new_tokens // 2, TORCH_DTYPES[config.dtype].itemsize)
+    limit = batch * _read_rate(config, fields["device"]) / steps_bytes
+    what, mode = f"{config.model} B{batch} T{tokens}", "B" if config.deterministic else "A"
+    passes, peer_name = parity == "pass", PEER if device.type == "cuda" else "transformers static"
+    prefill = Row(
+        target="prefill", workload=f"{what} mode {mode}", ours=1e3 * median(ours.short_s) if passes else None,
+        peer_name="transformers eager" if others else None, peer=1e3 * median(others[0].short_s) if others else None,
+        num_forwards=1, parity=parity, **fields | {"unit": "ms"},
+    )  # fmt: skip
+    decode = Row(
+        target="decode", workload=f"{what} N{config.new_tokens} mode {mode}",
+        ours=ours.rate(batch, config.new_tokens) if passes else None, limit=limit,
+        peer_name=peer_name if others else None, peer=others[0].rate(batch, config.new_tokens) if others else None,
+        num_forwards=config.new_tokens, peak_bytes=ours.peak_bytes or None,
+        peer_peak_bytes=(others[0].peak_bytes or None) if others else None, parity=parity, **fields,
+    )  # fmt: skip
+    return decode, prefill
+
+
+def _throughput_row(config: EngineBenchConfig, llm: LLM, parity: str, fields: dict[str, Any]) -> Row:
+    draw, device = random.Random(0), torch.device(config.device)
+    prompts = [
+        [draw.randrange(llm.config.vocab_size) for _ in range(draw.randint(100, 1024))] for _ in range(config.sequences)
+    ]
+    counts = [draw.randint(100, 1024) for _ in range(config.sequences)]
+    most = llm.config.max_position_embeddings
+    prompts, counts = [p[: most // 2] for p in prompts], [min(n, most // 2) for n in counts]
+    capacity = min(most, 2048 + 8)
+    engine = _engine(config, llm, config.sequences, capacity)
+
+    def run() -> None:
+        for number, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+            params = SamplingParams(temperature=0.6, seed=number, max_tokens=count, min_tokens=0, ignore_eos=True)
+            engine.add(prompt, params)
+        while engine.has_work:
+            engine.step()
+
+    run()
+    seconds = [_seconds(run, device) for _ in range(2)]
+    return Row(
+        target="S1", workload=f"{config.model} {config.sequences} sequences, prompts and answers of 100 to 1,024",
+        ours=sum(counts) / median(seconds) if parity == "pass" else None, parity=parity,
+        num_forwards=engine.report().num_steps // 3, **fields,
+    )  # fmt: skip
+
+
+def _engine(config: EngineBenchConfig, llm: LLM, num_rows: int, capacity: int) -> Engine:
+    return Engine(llm, EngineConfig(
+        max_rows=num_rows, max_context=min(capacity, llm.config.max_position_embeddings), prefix_cache=False,
+        max_step_tokens=max(4096, 2 * num_rows), deterministic=config.deterministic,
+    ))  # fmt: skip
+
+
+def _greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+def _twin(llm: LLM, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    weights = dict(llm.transformer.named_parameters())
+    return make_twin(llm.config, weights, dtype=dtype, device=str(llm.device)).eval()
+
+
+@torch.no_grad()
+def _parity(llm: LLM, twin: Any) -> str:  # noqa: ANN401
+    """Return "pass", or how our error against the twin in fp32 compares with the twin's own in our dtype."""
+    ids = torch.tensor([[(11 * i) % (llm.config.vocab_size - 5) + 5 for i in range(64)]], device=llm.device)
+    exact = cast_twin(twin, torch.float32)(ids).logits
+    theirs = _error(twin(ids).logits, exact)
+    ours = _error(llm.transformer(ids), exact)
+    bound = PARITY_TIMES * theirs if theirs else 1e-5
+    return "pass" if ours <= bound else f"error {ours:.2e} against fp32; at most {bound:.2e}"
+
+
+def _error(logits: Tensor, exact: Tensor) -> float:
+    return float((logits.double() - exact.double()).norm() / exact.double().norm())
+
+
+def _bytes_a_step(model: ModelConfig, batch: int, length: int, itemsize: int) -> int:
+    """Return the bytes that a decode step must read: the weights but not the table's other rows, keys and values."""
+    table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    keys = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * length
+    return itemsize * (model.num_parameters() - table + batch * keys)
+
+
+def _read_rate(config: EngineBenchConfig, device: str) -> float:
+    """Return bytes a second that this device was seen to read."""
+    if not config.limits.exists():
+        return READ_TBPS * 1e12
+    rows = [row for row in read_rows(config.limits) if row.device == device]
+    figures = [row.ours for row in rows if row.ours and row.workload.startswith("read 1024 MiB")]
+    return max(figures, default=READ_TBPS) * 1e12
+
+
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    started = time.perf_counter()
+    action()
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak(arm: Arm, prompts: list[list[int]], device: torch.device) -> int:
+    """Return the device's most bytes while an arm runs, all arms' weights and caches in it."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    arm.run(prompts, 2)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def _forget(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+
+
+def _kept(config: EngineBenchConfig, row: Row) -> Row:
+    return write_row(config.out, row) if config.out is not None else row
+
+
+def _summary(row: Row) -> str:
+    if row.ours is None:
+        return f"{row.workload}: {row.parity}"
+    beside = "" if row.peer is None else f", {row.ratio_peer:.2f} x {row.peer_name} ({row.peer:,.0f})"
+    share = "" if row.ratio_limit is None else f", {row.ratio_limit:.2f} of the limit"
+    return f"{row.target} {row.workload}: {row.ours:,.5g} {row.unit}{beside}{share}"
