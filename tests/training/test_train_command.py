@@ -49,3 +49,23 @@ def test_data_commands(text, tmp_path, capsys):
     assert "not empty" in capsys.readouterr().err
     assert main(f"train --data {tmp_path / 'd'} --output {tmp_path / 'r'} --model nothing-there".split()) == 2
     assert main(f"data tokenizer --input {text} --output {tmp_path / 'u'} --vocab-size 9".split()) == 2
+
+
+def test_a_run_that_is_stopped_before_its_first_step_says_so(packed, tmp_path, capsys, monkeypatch):
+    from microllm.training.trainer import Trainer
+
+    monkeypatch.setattr(Trainer, "_train_step", lambda self: None)
+    assert main(f"train --data {packed} --output {tmp_path} --model tiny --row-tokens 32 --device cpu".split()) == 0
+    shown = capsys.readouterr().out
+    assert "no curve" in shown
+    assert "stopped; the same command goes on at step 0" in shown
+
+
+def test_metrics_that_no_run_wrote_are_refused(packed, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1}\n')
+    assert main(f"train --data {packed} --output {tmp_path} --model tiny --row-tokens 32 --device cpu".split()) == 2
+    assert "no run wrote" in capsys.readouterr().err
+    assert (
+        main(f"train --data {packed} --output {tmp_path} --model tiny --validate-every 1 --row-tokens 4096".split())
+        == 2
+    )

@@ -26,7 +26,7 @@ class Train:
         """Show the run; 0 when it ended or was stopped with a checkpoint."""
         import torch.distributed as dist
 
-        from microllm.errors import MicroLLMError, MissingExtraError
+        from microllm.errors import DataError, MicroLLMError, MissingExtraError
         from microllm.training import train
         from microllm.training.curve import draw_curve
 
@@ -43,7 +43,7 @@ class Train:
         if progress.seen and not self.as_json:
             try:
                 print(f"curve: {draw_curve(self.config.output)}")
-            except MissingExtraError as error:
+            except (MissingExtraError, DataError) as error:  # no matplotlib, or stopped before the first step
                 print(f"no curve: {error}")
             state = "stopped; the same command goes on" if end["stopped"] else "done"
             print(f"{state} at step {end['step']}; checkpoints: {self.config.output / 'checkpoints'}")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from microllm.config import ModelConfig
-from microllm.errors import MissingExtraError
+from microllm.errors import DataError, MissingExtraError
 from microllm.evidence.environment import PUBLISHED, read_device_name
 from microllm.evidence.journal import finite_json, read_lines, write_atomic
 
@@ -29,7 +29,12 @@ class Metrics:
 
     def __init__(self, directory: Path, step: int, *, tensorboard: bool = False) -> None:
         path = directory / FILE
-        kept = [line for line in read_lines(path) if json.loads(line).get("step", 0) <= step]
+        try:
+            kept = [line for line in read_lines(path) if json.loads(line)["step"] <= step]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"got {path} with a line that no run wrote ({error}); need its own; move it away"
+            ) from error
         write_atomic(path, "".join(f"{line}\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
         self._board = _board(directory) if tensorboard else None

@@ -56,12 +56,15 @@ def train(config: TrainConfig, report: Report = lambda row: None) -> dict[str, A
 @contextmanager
 def _modes(config: TrainConfig) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(config.deterministic or before)
+    changes = config.deterministic and not before  # even to say the same again imports the compiler: seconds
+    if changes:
+        torch.use_deterministic_algorithms(True)
     try:
         with ops.use("reference") if config.level == "reference" else nullcontext():
             yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        if changes:
+            torch.use_deterministic_algorithms(before)
 
 
 class Trainer:
@@ -75,6 +78,8 @@ class Trainer:
         self.index = _open_data(config, self.output, ranks)
         self.rows = Dataset(self.index, "train", config.row_tokens, whole=config.whole_documents)
         self.validation = Dataset(self.index, "validation", config.row_tokens, whole=config.whole_documents)
+        if config.validate_every and not self.validation.num_rows:
+            raise DataError("got validate_every with data that has no validation split; need one; pack more documents")
         self.clock = StepClock(ranks.device)
         self.built = build(config, self.index, ranks, lambda: self.clock.mark("forward_backward"))
         self.optimizer = make_optimizer(self.built.parameters, config.optimizer, config.seed)
@@ -225,8 +230,6 @@ class Trainer:
         self._write({"kind": "checkpoint", "step": self.step, "path": str(path), "seconds": seconds})
 
     def _validate(self) -> None:
-        if not self.validation.num_rows:
-            raise DataError("got validate_every with data that has no validation split; need one; pack more documents")
         rows = list(range(min(self.config.validate_rows, self.validation.num_rows)))
         loss, counted = self.passes.validate(self.validation, rows[self.ranks.rank :: self.ranks.world], len(rows))
         loss, counted = self.ranks.sum([loss, counted])
