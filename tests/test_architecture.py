@@ -106,6 +106,7 @@ ENVIRONMENT: dict[str, set[str]] = {
     "io/demo.py": {"MICROLLM_HOME"},
     "io/resolve.py": {"HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"},  # huggingface_hub's own
     "ops/select.py": {"TRITON_INTERPRET"},  # triton's own
+    "serving/engine_client.py": set(),  # hands all of it on
     "serving/server_config.py": {"MICROLLM_API_KEY"},
     "training/trainer.py": set(),  # sets cuBLAS's own for deterministic products, and reads none
 }

@@ -257,6 +257,39 @@ def test_bad_json_is_a_client_error(settled, content):
         assert len(answer.text) < 1000
 
 
+@pytest.mark.parametrize("depth", [300, 900, 985])
+def test_deep_nesting_anywhere_is_a_client_error(settled, depth):
+    nested = "[" * depth + "]" * depth
+    schema = '{"items":' * depth + "{}" + "}" * depth
+    for text in (
+        f'{{"model": "tiny", "messages": {nested}}}',
+        f'{{"model": "tiny", "messages": [{{"role": "user", "content": {nested}}}]}}',
+        f'{{"model": "tiny", "prompt": {nested}, "zzz": {nested}}}',
+        '{"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "x"}], "response_format": '
+        f'{{"type": "json_schema", "json_schema": {{"name": "x", "schema": {schema}}}}}}}',
+    ):
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            answer = settled.http.post(path, content=text, headers={"content-type": "application/json"})
+            assert answer.status_code in (200, 400), answer.text
+            assert len(answer.text) < 2000
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"\ud800": 1}, {"user": "\ud800"}, {"stop": "\ud800"},
+     {"response_format": {"type": "choice", "choices": ["\ud800"]}},
+     {"response_format": {"type": "regex", "regex": "\ud800"}}, {"model": "\ud800"}, {"prompt": "\ud800"},
+     {"response_format": {"type": "json_schema", "json_schema": {"name": "\ud800", "schema": {"const": "\ud800"}}}}],
+)  # fmt: skip
+def test_lone_surrogates_are_no_server_error(settled, more):
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 2, **more}
+    answer = settled.http.post(
+        "/v1/completions", content=json.dumps(body), headers={"content-type": "application/json"}
+    )
+    assert answer.status_code in (200, 400, 404), answer.text
+    answer.json()
+
+
 def test_a_large_body_is_refused_whether_or_not_it_says_so(settled):
     body = b'{"model": "' + b"x" * (10 << 20) + b'"}'
     headers = {"content-type": "application/json"}

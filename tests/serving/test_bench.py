@@ -48,18 +48,18 @@ def test_over_http_and_straight_give_the_same(server, tiny, settled):
 
 @pytest.mark.slow
 def test_the_benchmark_prints_a_table_and_keeps_rows_and_times(tiny, tmp_path, capsys):
-    command = ["bench", "serve", "--model", tiny, "--suite", "uniform", "one-long", "--concurrency", "1", "4"]
+    command = ["bench", "serve", "--model", tiny, "--suite", "one-long", "--concurrency", "1", "4"]
     command += ["--num-requests", "6", "--scale", "0.2", "--out", str(tmp_path / "rows.jsonl")]
     assert main([*command, "--raw", str(tmp_path / "raw.json")]) == 0
     table = capsys.readouterr().out.strip().splitlines()
-    assert len(table) == 2 + 4
+    assert len(table) == 2 + 2
     assert all(line.count("|") == table[0].count("|") for line in table)
     rows = read_rows(tmp_path / "rows.jsonl")
-    assert len(rows) == 8
+    assert len(rows) == 4
     assert {row.peer_name for row in rows} == {"the engine alone", "3 x the median"}
     assert all(row.parity == "pass" for row in rows)
     runs = json.loads((tmp_path / "raw.json").read_text())["runs"]
-    assert [len(run["served"]) for run in runs] == [6, 16, 6, 16]
+    assert [len(run["served"]) for run in runs] == [6, 16]
     assert all(answer["piece_s"] for run in runs for answer in run["served"] + run["direct"])
 
 

@@ -30,7 +30,7 @@ def test_random_bodies_find_no_server_error_and_no_answer_outside_the_schema(ser
         operation = found.ok()
 
         @settings(
-            max_examples=40,
+            max_examples=15,
             deadline=None,
             database=None,
             derandomize=True,
@@ -48,7 +48,7 @@ def test_random_bodies_find_no_server_error_and_no_answer_outside_the_schema(ser
         for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
             with suppress(Unsatisfiable):  # some paths take nothing that could be wrong
                 given(case=operation.as_strategy(generation_mode=mode))(run)()
-    assert num_calls > 100
+    assert num_calls > 60
     server.settle()
 
 
@@ -56,21 +56,15 @@ def open_files(server):
     return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
 
 
-async def soak(url, count, at_once, seed, between=None):
+async def soak(url, count, at_once, seed, retries=True):
     """Send ``count`` short requests, a fifth of them dropped at a random moment; return how each ended."""
-    draw, endings = random.Random(seed), []
-    gate = asyncio.Semaphore(at_once)
+    draw, gate = random.Random(seed), asyncio.Semaphore(at_once)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, limits=limits) as http:
 
         async def one(number, patience):
             body = {"model": "tiny", "prompt": "the " * draw.randrange(1, 9) + str(draw.randrange(9))}
-            body |= {
-                "max_tokens": draw.randrange(1, 25),
-                "n": draw.choice([1, 1, 2]),
-                "temperature": draw.choice([0, 1]),
-            }
-            body["stream"] = draw.random() < 0.7
+            body |= {"max_tokens": draw.randrange(1, 25), "n": draw.choice([1, 1, 2]), "stream": draw.random() < 0.7}
             while True:
                 async with gate:
                     try:
@@ -80,7 +74,7 @@ async def soak(url, count, at_once, seed, between=None):
                         return "dropped"
                     except httpx.TransportError:
                         return "lost"
-                if answer.status_code in (429, 503) and between is None:
+                if answer.status_code in (429, 503) and retries:
                     await asyncio.sleep(0.05)
                     continue
                 if answer.status_code == 503 or '"error"' in answer.text:
@@ -93,8 +87,7 @@ async def soak(url, count, at_once, seed, between=None):
             tasks.append(asyncio.create_task(one(number, patience)))
             if number % at_once == 0:
                 await asyncio.sleep(0.01)
-        endings += await asyncio.gather(*tasks)
-    return endings
+        return await asyncio.gather(*tasks)
 
 
 @pytest.mark.slow
@@ -120,16 +113,16 @@ def test_a_restart_in_the_middle_loses_what_ran_and_nothing_else(serve):
     with serve("--max-rows", "2", "--max-queue", "64", "--drain-s", "5") as first:
 
         async def run():
-            work = asyncio.create_task(soak(first.url, 60, 12, seed=3, between=True))
-            await asyncio.sleep(0.4)
+            work = asyncio.create_task(soak(first.url, 30, 12, seed=3, retries=False))
+            await asyncio.sleep(0.3)
             first.process.send_signal(signal.SIGTERM)
             return await work
 
         endings = asyncio.run(run())
         assert first.process.wait(30) == 0
-    assert set(endings) <= {"done", "dropped", "shutting_down", "lost"}
+    assert set(endings) <= {"done", "dropped", "shutting_down", "told", "lost"}
     assert endings.count("done") > 0
     with serve("--max-rows", "2") as second:
-        again = asyncio.run(soak(second.url, 60, 12, seed=3))
+        again = asyncio.run(soak(second.url, 20, 12, seed=3))
         assert set(again) <= {"done", "dropped"}
         second.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -215,6 +216,5 @@ def _validation_error(error: RequestValidationError) -> ApiError:
         )
     if first["type"] == "json_invalid":
         return ApiError.bad_request(f"got bad JSON at character {param}: {first['ctx']['error']}; need valid JSON")
-    given = repr(first.get("input"))
-    shown = given if len(given) <= 80 else given[:80] + "..."
+    shown = reprlib.repr(first.get("input"))  # short, whatever its depth and size
     return ApiError.bad_request(f"got {param or 'a body'} = {shown}; {first['msg']}; correct it", param)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -232,19 +233,18 @@ class EngineClient:
         """Run one process to its end; return whether it was ever ready."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "microllm.serving.engine_process", str(theirs.fileno())]
+        # Threads of torch that wait by spinning would take the cores that HTTP needs; a session of its own: no Ctrl-C.
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
         self._process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # no Ctrl-C of ours
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
         )
         theirs.close()
         self.num_starts += 1
         reader, writer = await asyncio.open_connection(sock=ours)
         config = self._config
         options = {
-            "model": config.model, "device": config.replica_device(self.index), "precision": config.precision,
-            "num_threads": config.num_threads, "engine": asdict(config.engine),
+            "model": config.model, "device": config.device, "precision": config.precision,
+            "num_threads": config.num_threads, "replica": self.index, "engine": asdict(config.engine),
         }  # fmt: skip
         writer.write(encode_frame({"load": options}))
         try:

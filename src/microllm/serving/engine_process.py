@@ -23,6 +23,8 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from microllm.errors import MicroLLMError, RequestError
 from microllm.inference import Engine, EngineConfig, Request, load
 from microllm.inference.engine import engine_precision
@@ -188,8 +190,11 @@ def load_engine(options: Message) -> tuple[Engine, Message]:
     """
     started = time.perf_counter()
     config = EngineConfig(**options["engine"])
-    precision = engine_precision(options["precision"], options["device"])
-    llm = load(options["model"], device=options["device"], precision=precision, num_threads=options["num_threads"])
+    device, num_gpus = options["device"], torch.cuda.device_count()
+    if device in ("auto", "cuda") and num_gpus > 1:
+        device = f"cuda:{options['replica'] % num_gpus}"
+    precision = engine_precision(options["precision"], device)
+    llm = load(options["model"], device=device, precision=precision, num_threads=options["num_threads"])
     engine = Engine(llm, config)
     loaded = time.perf_counter()
     known = llm.tokenizer.known_ids_mask(llm.config.vocab_size).nonzero()[:, 0].tolist()

@@ -125,7 +125,10 @@ def _grammar(body: ChatBody | CompletionBody) -> dict[str, Any]:
         case JsonObjectFormat():
             return {"json_schema": '{"type": "object"}'}
         case JsonSchemaFormat() as found:
-            return {"json_schema": json.dumps(found.json_schema.schema_)}
+            try:
+                return {"json_schema": json.dumps(found.json_schema.schema_)}
+            except RecursionError:
+                raise RequestError("got a JSON schema that is nested too deep; need a flatter one") from None
         case RegexFormat() as found:
             return {"regex": found.regex}
         case ChoiceFormat() as found:

@@ -27,7 +27,7 @@ class ServerConfig:
     port: int = 8000
     """The port; 0 takes a free one and logs it."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N; with replicas on GPUs, replica N takes cuda:N."""
+    """auto, cpu, cuda or cuda:N; with auto or cuda each replica takes a GPU of its own, in turn."""
     precision: str = "auto"
     """auto (the checkpoint's own on a GPU, fp32 on a CPU), fp32, bf16 or fp16."""
     num_threads: int | None = None
@@ -95,7 +95,3 @@ class ServerConfig:
                 )
             keys += found
         return keys
-
-    def replica_device(self, replica: int) -> str:
-        """Return the device of one replica: with several on GPUs, each its own."""
-        return f"cuda:{replica}" if self.replicas > 1 and self.device == "cuda" else self.device
