@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from microllm.lab.bench_train import BenchTrainConfig, build_random, measure_train, random_rows, step_of
+from microllm.lab.bench_train import build_random, measure_train, random_rows, step_of
+from microllm.lab.bench_train_config import BenchTrainConfig
 from microllm.training import OptimizerConfig, PackConfig, TrainConfig, pack_data
 from microllm.training.passes import Passes
 from microllm.training.ranks import Ranks

@@ -6,7 +6,8 @@ import json
 
 from microllm.cli import main
 from microllm.lab import bench_train
-from microllm.lab.bench_train import BenchTrainConfig, measure_train
+from microllm.lab.bench_train import measure_train
+from microllm.lab.bench_train_config import BenchTrainConfig
 
 SMALL = {"rows": 2, "row_tokens": 16, "device": "cpu", "rounds": 2, "round_s": 0.01, "forms": ("eager",)}
 

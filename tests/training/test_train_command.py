@@ -69,3 +69,12 @@ def test_metrics_that_no_run_wrote_are_refused(packed, tmp_path, capsys):
         main(f"train --data {packed} --output {tmp_path} --model tiny --validate-every 1 --row-tokens 4096".split())
         == 2
     )
+
+
+def test_tensorboard_names_its_extra(packed, tmp_path, capsys, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    words = f"train --data {packed} --output {tmp_path} --model tiny --row-tokens 32 --device cpu --tensorboard"
+    assert main(words.split()) == 2
+    assert "microllm[tensorboard]" in capsys.readouterr().err

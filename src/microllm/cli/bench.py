@@ -15,7 +15,7 @@ from microllm.lab.bench import BenchConfig, Workload
 from microllm.lab.bench_attach import AttachBench
 from microllm.lab.bench_ops import OpsConfig
 from microllm.lab.bench_serve import ServeBenchConfig
-from microllm.lab.bench_train import BenchTrainConfig
+from microllm.lab.bench_train_config import BenchTrainConfig
 from microllm.lab.quality import QualityConfig
 from microllm.lab.roofline import RooflineConfig
 from microllm.lab.startup import StartupConfig

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch import Tensor
 from microllm.config import preset
 from microllm.evidence.environment import capture_environment
 from microllm.evidence.rows import Row, environment_fields, write_row
+from microllm.lab.bench_train_config import BenchTrainConfig, Form
 from microllm.lab.hf_twin import make_twin
 from microllm.training import OptimizerConfig, TrainConfig
 from microllm.training.build import Built, build
@@ -33,39 +34,8 @@ from microllm.training.optimizer import make_optimizer
 from microllm.training.passes import Passes
 from microllm.training.ranks import Ranks, choose_device
 
-Form = Literal["eager", "compile", "reduce-overhead"]
-Moments = Literal["fp32", "bf16"]
 PARITY = 2e-2
 """Largest relative difference of the first losses: bf16's rounding in two implementations."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchTrainConfig:
-    """What is trained and beside what.
-
-    Args:
-        model: A preset; its weights are random.
-        rows: Rows of a step, each one document.
-        row_tokens: Tokens of a row.
-        forms: How the peer runs.
-        moments: Precision of the moments; fp32 takes autocast's masters as the peer, bf16 a peer all in bf16.
-        device: auto, cpu or cuda.
-        round_s: Length of a timed round.
-        rounds: Rounds of each arm.
-        target: Name of the rows.
-        out: Append the rows to this JSONL file.
-    """
-
-    model: str = "tiny"
-    rows: int = 8
-    row_tokens: int = 64
-    forms: tuple[Form, ...] = ("eager", "compile", "reduce-overhead")
-    moments: Moments = "fp32"
-    device: str = "auto"
-    round_s: float = 1.0
-    rounds: int = 8
-    target: str = "train"
-    out: Path | None = None
 
 
 @dataclass

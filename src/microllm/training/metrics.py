@@ -36,8 +36,8 @@ class Metrics:
                 f"got {path} with a line that no run wrote ({error}); need its own; move it away"
             ) from error
         write_atomic(path, "".join(f"{line}\n" for line in kept))
-        self._file = path.open("a", encoding="utf-8")
         self._board = _board(directory) if tensorboard else None
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row; it is with the system when this returns."""
