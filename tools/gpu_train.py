@@ -18,7 +18,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -42,7 +42,9 @@ train(TrainConfig(
 """
 
 
-def measure_rows(output: Path, device: str, targets: list[str], *, quick: bool) -> list[str]:
+def measure_rows(
+    output: Path, device: str, targets: list[str], *, capture: Literal["auto", "off", "on"], quick: bool
+) -> list[str]:
     """Measure T1 to T3 with fp32 moments, T1 with bf16 ones too, and return what could not be measured."""
     shapes = {"T1": ("qwen2.5-0.5b", 8, 1024), "T2": ("qwen2.5-0.5b", 1, 512), "T3": ("model_s", 32, 512)}
     if quick:
@@ -54,6 +56,7 @@ def measure_rows(output: Path, device: str, targets: list[str], *, quick: bool) 
                 continue
             config = BenchTrainConfig(
                 model=model, rows=rows, row_tokens=row_tokens, moments=moments, device=device, target=target,
+                capture=capture,
                 rounds=2 if quick else 6, round_s=0.3 if quick else 1.0, out=output / "rows.jsonl",
                 forms=("compile",) if quick else ("compile", "reduce-overhead"),
             )  # fmt: skip
@@ -157,6 +160,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--device", default="cuda", help="cpu tries the script itself, with --quick")
+    parser.add_argument("--capture", default="auto", choices=["auto", "off", "on"])
     parser.add_argument("--targets", nargs="*", default=["T1", "T2", "T3"], choices=["T1", "T2", "T3"])
     parser.add_argument("--only", nargs="*", default=["check", "rows", "resume"], choices=["check", "rows", "resume"])
     given = parser.parse_args()
@@ -165,7 +169,12 @@ def main() -> None:
     work = {
         "check": [("overfit", lambda: check_overfit(given.device))],
         "rows": [
-            ("rows that failed", lambda: measure_rows(given.output, given.device, given.targets, quick=given.quick))
+            (
+                "rows that failed",
+                lambda: measure_rows(
+                    given.output, given.device, given.targets, capture=given.capture, quick=given.quick
+                ),
+            )
         ],
         "resume": [
             ("resume", lambda: check_resume(("model_s",) if given.quick else ("model_s", "qwen3-0.6b"), given.device))

@@ -126,7 +126,8 @@ def train_config(config: BenchTrainConfig) -> TrainConfig:
     """Return the run whose step is measured."""
     return TrainConfig(
         data=Path(), output=Path(), model=config.model, row_tokens=config.row_tokens, batch_rows=config.rows,
-        precision="bf16", device=config.device, optimizer=OptimizerConfig(moments=config.moments),
+        precision="bf16", device=config.device, capture=config.capture,
+        optimizer=OptimizerConfig(moments=config.moments),
     )  # fmt: skip
 
 

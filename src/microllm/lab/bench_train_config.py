@@ -20,6 +20,7 @@ class BenchTrainConfig:
         row_tokens: Tokens of a row.
         forms: How the peer runs.
         moments: Precision of the moments; fp32 takes autocast's masters as the peer, bf16 a peer all in bf16.
+        capture: Whether our step is replayed as a CUDA graph, as train takes it.
         device: auto, cpu or cuda.
         round_s: Length of a timed round.
         rounds: Rounds of each arm.
@@ -32,6 +33,7 @@ class BenchTrainConfig:
     row_tokens: int = 64
     forms: tuple[Form, ...] = ("eager", "compile", "reduce-overhead")
     moments: Moments = "fp32"
+    capture: Literal["auto", "off", "on"] = "auto"
     device: str = "auto"
     round_s: float = 1.0
     rounds: int = 8
