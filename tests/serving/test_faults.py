@@ -120,6 +120,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(settled):
 # ---- floods
 
 
+@pytest.mark.slow
 def test_two_hundred_connections_on_a_queue_of_32(settled):
     """Four run, 28 wait, the others hear so at once."""
 
