@@ -120,3 +120,20 @@ def test_the_training_pages_commands_parse():
         with contextlib.redirect_stdout(io.StringIO()) as page, pytest.raises(SystemExit):
             main(["train", "--help"])
         assert flag in page.getvalue(), flag
+
+
+def test_the_page_on_structures_runs_with_a_structure_host_backend_and_scheme_of_its_own(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "structures.md"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MICROLLM_HOME", str(tmp_path / "home"))
+    scope = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for block in re.findall(r"```(?:python|yaml)\n(.*?)```", page.read_text(), flags=re.DOTALL):
+            if block.startswith("# mine/"):
+                path = pathlib.Path(block.splitlines()[0].removeprefix("# "))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(block)
+            else:
+                exec(compile(block, "structures.md", "exec"), scope)
+    assert "bound    decoder_ffn x 2" in printed.getvalue()
+    assert "bound    relu_ffn x 2" in printed.getvalue()

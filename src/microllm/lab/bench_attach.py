@@ -44,10 +44,12 @@ class AttachBench:
     ``peer``: run transformers' own generation with a static cache too (compiled on a GPU, minutes the first time).
     """
 
-    num_rows: tuple[int, ...] = (1, 8)
+    num_rows: tuple[int, ...] = ()
+    """Rows that decode together (none: 1 and 8)."""
     prompt_tokens: int = 512
     new_tokens: int = 128
-    schemes: tuple[str, ...] = ("bf16_structural", "w8a16_decode")
+    schemes: tuple[str, ...] = ()
+    """What is attached (none: bf16_structural and w8a16_decode)."""
     quick: bool = False
     peer: bool = True
     record: bool = False
@@ -57,9 +59,19 @@ class AttachBench:
     out: Path | None = None
     """Append the rows to this JSONL file."""
 
+    @property
+    def all_rows(self) -> tuple[int, ...]:
+        """Return the numbers of rows that are measured."""
+        return self.num_rows or (1, 8)
+
+    @property
+    def all_schemes(self) -> tuple[str, ...]:
+        """Return the schemes that are measured."""
+        return self.schemes or ("bf16_structural", "w8a16_decode")
+
     def __post_init__(self) -> None:
-        if self.prompt_tokens < 8 or self.new_tokens < STEPS or not self.num_rows or not self.schemes:
-            raise ConfigError(f"got {self}; need prompts of 8 tokens, {STEPS} new ones, some rows and schemes")
+        if self.prompt_tokens < 8 or self.new_tokens < STEPS or min(self.num_rows, default=1) < 1:
+            raise ConfigError(f"got {self}; need prompts of 8 tokens, {STEPS} new ones and a row at least")
 
 
 @dataclass
@@ -99,9 +111,9 @@ def measure_attach(
             model, lambda: model(ids[None]), scheme=scheme,
             config=AttachConfig(store=config.store, pins={"decoder_layer_decode": region}),
         )
-        for scheme in config.schemes for region in FAMILIES["decoder_layer_decode"].names()
+        for scheme in config.all_schemes for region in FAMILIES["decoder_layer_decode"].names()
     }  # fmt: skip
-    for num_rows in config.num_rows:
+    for num_rows in config.all_rows:
         progress(f"{num_rows} rows: capturing {len(plans) + 1} arms")
         host = next(iter(plans.values())).host
         bare = _arm("nothing attached", None, host, ids, num_rows, config)
@@ -172,7 +184,7 @@ def _compare(
         }  # fmt: skip
     best = {
         scheme: min((n for n in arms if n.split()[0] == scheme), key=lambda n: timings[n].seconds("B"))
-        for scheme in config.schemes
+        for scheme in config.all_schemes
     }  # fmt: skip
     floats, packed = (best.get(scheme) for scheme in ("bf16_structural", "w8a16_decode"))
     if floats is not None and packed is not None:
@@ -187,7 +199,7 @@ def _compare(
                 peer_name=name, unit="tok/s", parity=arms[floats].why_not or "pass", **fields,
             )
         )  # fmt: skip
-    if config.record and floats is not None and num_rows == config.num_rows[0]:
+    if config.record and floats is not None and num_rows == config.all_rows[0]:
         times = {n.split()[1]: 1e3 * timings[n].seconds("B") / STEPS for n in arms if n.startswith("bf16_structural")}
         host = bare.step.host
         record(
