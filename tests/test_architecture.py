@@ -87,6 +87,7 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     },
     "lab/align_report.py": {"matplotlib"},
     # These two run in processes of their own, each of which imports what it measures and nothing else.
+    "lab/bench_engine.py": {"transformers"},
     "lab/bench_start.py": {"torch", "transformers", "llama_cpp"},
     "lab/bench_worker.py": {"microllm", "torch", "transformers", "llama_cpp"},
     "lab/aot.py": {"triton", "microllm.ops.kernels"},
@@ -146,7 +147,8 @@ MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 # lab +330, cli +20: three training steps beside the twin, and the training benchmark.
 # ops +350, inference +500, step +80: a decode step's attention in one launch, parts of K, the captured step and bursts.
 # lab +350, cli +20: a server under load beside its engine alone.
-PACKAGE_BUDGET = 26_230
+# lab +220: the engine beside a compiled transformers on a GPU, with random weights of a real shape.
+PACKAGE_BUDGET = 26_450
 ROOM_BUDGET: dict[str, int] = {
     "errors": 35,
     "config": 175,
@@ -160,7 +162,7 @@ ROOM_BUDGET: dict[str, int] = {
     "inference": 2300,
     "training": 1800,
     "serving": 1800,
-    "lab": 4510,
+    "lab": 4730,
     "cli": 1000,
     "__init__": 15,
     "__main__": 5,

@@ -537,13 +537,13 @@ def test_compiles_without_a_graph_break(row):
     want = outcome(row, operator, values)
     assert_same(outcome(row, torch.compile(operator, backend="aot_eager", fullgraph=True), values), want)
     if row.results:
-        outs = tuple(torch.empty_like(t) for t in want)
+        outs = tuple(torch.empty_like(t) for t in want[: len(row.results)])
 
         def fill(*values):
             operator(*values, out=outs)
 
         torch.compile(fill, backend="eager", fullgraph=True)(*values)
-        assert_same(outs, want)
+        assert_same(outs, want[: len(outs)])
 
 
 INVARIANT = [

@@ -177,11 +177,12 @@ def _shape_rows(
     steps_bytes = _bytes_a_step(llm.config, batch, tokens + config.new_tokens // 2, TORCH_DTYPES[config.dtype].itemsize)
     limit = batch * _read_rate(config, fields["device"]) / steps_bytes
     what, mode = f"{config.model} B{batch} T{tokens}", "B" if config.deterministic else "A"
+    in_ms: dict[str, Any] = {**fields, "unit": "ms"}
     passes, peer_name = parity == "pass", PEER if device.type == "cuda" else "transformers static"
     prefill = Row(
         target="prefill", workload=f"{what} mode {mode}", ours=1e3 * median(ours.short_s) if passes else None,
         peer_name="transformers eager" if others else None, peer=1e3 * median(others[0].short_s) if others else None,
-        num_forwards=1, parity=parity, **fields | {"unit": "ms"},
+        num_forwards=1, parity=parity, **in_ms,
     )  # fmt: skip
     decode = Row(
         target="decode", workload=f"{what} N{config.new_tokens} mode {mode}",
@@ -262,9 +263,9 @@ def _read_rate(config: EngineBenchConfig, device: str) -> float:
     """Return bytes a second that this device was seen to read."""
     if not config.limits.exists():
         return READ_TBPS * 1e12
-    rows = [row for row in read_rows(config.limits) if row.device == device]
+    rows = [row for row in read_rows(config.limits) if row.device == device and row.unit == "GB/s"]
     figures = [row.ours for row in rows if row.ours and row.workload.startswith("read 1024 MiB")]
-    return max(figures, default=READ_TBPS) * 1e12
+    return max(figures, default=1e3 * READ_TBPS) * 1e9
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
