@@ -98,6 +98,7 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "training/metrics.py": {"torch.utils.tensorboard"},
     "sampling/grammar.py": {"llguidance"},
     "structures/bindings/skeleton.py": {"transformers"},
+    "structures/decisions.py": {"microllm.io.demo"},  # brings platformdirs, which a machine with a GPU may lack
     "ops/attention.py": {"torch.nn.attention.varlen"},  # brings the compiler along: seconds
     "ops/select.py": {"microllm.ops.kernels"},  # brings triton
 }

@@ -41,7 +41,7 @@ SHAPES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def check_tokens(device: str) -> dict[str, Any]:
+def check_tokens(device: str, store: Path) -> dict[str, Any]:
     """Compare the loop's greedy tokens with the host's own in fp32: each family, seats and chain, and in a batch."""
     found: dict[str, Any] = {}
     for family in FAMILIES:
@@ -53,7 +53,7 @@ def check_tokens(device: str) -> dict[str, Any]:
         ]
         ids = torch.arange(16, device=device)[None]
         for region in ("seats", "chain"):
-            pinned = structures.AttachConfig(pins={"decoder_layer_decode": region})
+            pinned = structures.AttachConfig(pins={"decoder_layer_decode": region}, store=store)
             plan = structures.auto_swaps(model, lambda: model(ids), scheme="bf16_structural", config=pinned)  # noqa: B023
             plan.activate()
             with structures.decode_loop(model, max_len=64) as loop:
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true", help="leave out transformers' own compiled generation")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    checks = {"tokens": check_tokens(args.device), "capture": check_capture(args.device)}
+    checks = {"tokens": check_tokens(args.device, args.output / "store"), "capture": check_capture(args.device)}
     print(json.dumps(checks, indent=1), flush=True)
     torch.manual_seed(0)
     with torch.device(args.device):

@@ -20,7 +20,6 @@ from microllm.evidence.gates import BANDS
 from microllm.evidence.journal import append_line, canonical_json, read_lines, sha256_hex
 from microllm.evidence.receipt import now_utc, read_receipts, verify_chain
 from microllm.evidence.tensor_statistics import Record
-from microllm.io.demo import cache_dir
 from microllm.structures.host import Host
 from microllm.structures.schemes import SCHEMES
 
@@ -99,7 +98,11 @@ def signature(host: Host) -> str:
 
 def store_of(store: Path | None) -> Path:
     """Return the folder of receipts and decisions."""
-    return store or cache_dir() / "structures"
+    if store is not None:
+        return store
+    from microllm.io.demo import cache_dir  # noqa: PLC0415  brings what only a default folder needs
+
+    return cache_dir() / "structures"
 
 
 def record(

@@ -29,7 +29,7 @@ from microllm.structures.discovery import SAME
 from microllm.structures.host import Host, find_host
 from microllm.structures.impls import cosine
 from microllm.structures.judge import logits_in
-from microllm.structures.sites import ATTACHED, MAX_TOKENS
+from microllm.structures.sites import MAX_TOKENS, attachment_of
 from microllm.structures.speculation import Speculation, open_draft
 from microllm.structures.stack import logits_of, run_prompt
 from microllm.structures.step import Step
@@ -174,7 +174,7 @@ class DecodeLoop:
     def _seen(self) -> tuple[int, ...]:
         model = self.host.model
         forwards = [id(vars(module).get("forward")) for module in model.modules() if "forward" in vars(module)]
-        attachment = ATTACHED.get(model)
+        attachment = attachment_of(model)
         forms = [] if attachment is None else [hash((s.form, s.active)) for s in attachment.seats]
         return (*forwards, *forms, *(p.data_ptr() for p in model.parameters()))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -249,8 +249,14 @@ class BlockSite(Site):
         self.places = ((module, forward),)
 
 
-ATTACHED: WeakKeyDictionary[nn.Module, Attachment] = WeakKeyDictionary()
-"""What is in place in which model: a loop counts the replays of its graphs there."""
+_ATTACHED: WeakKeyDictionary[nn.Module, ref[Attachment]] = WeakKeyDictionary()
+"""What is in place in which model; keeps neither of the two."""
+
+
+def attachment_of(model: nn.Module) -> Attachment | None:
+    """Return what is in place in a model: a loop counts the replays of its graphs there."""
+    found = _ATTACHED.get(model)
+    return None if found is None else found()
 
 
 class Attachment:
@@ -277,7 +283,7 @@ class Attachment:
                 self.model.register_forward_hook(lambda *_: self.turn.__exit__(), always_call=True),
             ]
             self._lifecycle.hold()
-            ATTACHED[self.model] = self
+            _ATTACHED[self.model] = ref(self)
         except BaseException:
             self.remove()
             raise
@@ -296,7 +302,7 @@ class Attachment:
             hook.remove()
         self._hooks = []
         self._lifecycle.release()
-        ATTACHED.pop(self.model, None)
+        _ATTACHED.pop(self.model, None)
 
 
 def _stamp(x: Tensor) -> int:

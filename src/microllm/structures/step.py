@@ -19,7 +19,7 @@ from microllm.sampling.sampler import Sampler, choose_tokens
 from microllm.step import Graphs
 from microllm.structures.guard import Seat
 from microllm.structures.host import Host
-from microllm.structures.sites import ATTACHED
+from microllm.structures.sites import attachment_of
 from microllm.structures.stack import logits_of, new_cache, run_prompt, run_tokens
 
 
@@ -131,7 +131,7 @@ class Step:
         if not self._capture or self._replay is not None:
             return
         self.positions.zero_()
-        attachment, current = ATTACHED.get(self.host.model), torch.cuda.current_stream()
+        attachment, current = attachment_of(self.host.model), torch.cuda.current_stream()
         seats = [] if attachment is None else attachment.seats
         calls: list[int] = []
 
