@@ -287,6 +287,22 @@ def test_attention_weights_that_are_asked_for_come_from_the_host(attached):
     plan.detach()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_way_of_generating_gives_the_hosts_tokens(family, attached):
+    model, ids = make_host(family), torch.arange(1, 13)[None]
+    ways = [
+        {"num_beams": 3, "pad_token_id": 0}, {"cache_implementation": "static"}, {"prompt_lookup_num_tokens": 3}, {},
+        {"cache_implementation": "static", "num_beams": 2, "pad_token_id": 0}, {"use_cache": False},
+    ]  # fmt: skip
+    wanted = [model.generate(ids, max_new_tokens=8, do_sample=False, **way) for way in ways]
+    model._cache = None  # a static cache that generation keeps
+    plan = attached(model)
+    for way, tokens in zip(ways, wanted, strict=True):
+        assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, **way), tokens), way
+    assert plan.summary()["fallbacks"] == 0
+    plan.detach()
+
+
 def test_left_padded_batches_generate_what_the_host_generates(attached):
     model = make_host("qwen3")
     ids = torch.randint(97, (3, 9))

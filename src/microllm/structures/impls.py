@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -161,9 +160,7 @@ class Attention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the context [B, T, H, K] of q [B, H, T, K] over k and v [B, G, S, K]."""
-        T, S = q.shape[2], k.shape[2]
-        if mask is None and T not in (1, S):  # torch's causal flag would count from the first key
-            mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+        T = q.shape[2]
         context = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None and T > 1, scale=self._scale,
             enable_gqa=q.shape[1] != k.shape[1],

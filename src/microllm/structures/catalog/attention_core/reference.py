@@ -12,12 +12,12 @@ from torch import Tensor
 def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Return grouped attention [B, T, H, K] of q [B, H, T, K] over k and v [B, G, S, K].
 
-    Without a mask the last query sees all keys and each earlier one a key less.
+    Without a mask query i sees keys 0 to i, as in a cache that was empty, and a single query sees all of them.
     """
     groups, (T, S) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
     keys, values = (t.float().repeat_interleave(groups, dim=1) for t in (k, v))
     if mask is None:
-        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - 1 if T == 1 else 0)
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, device=q.device).masked_fill(~mask, -torch.inf)
     scores = q.float() @ keys.transpose(-1, -2) * scale + mask.float()
