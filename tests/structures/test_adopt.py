@@ -58,7 +58,7 @@ def write_compressed(path, model, kind):
 
 
 @pytest.mark.parametrize("kind", ["int8", "int8 grouped", "fp8", "nvfp4"])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_compressed_tensors(kind, family, tmp_path):
     model = make_host(family)
     write_compressed(tmp_path, model, kind)

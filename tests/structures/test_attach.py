@@ -164,6 +164,7 @@ def test_floors_refuse_and_leave_the_model_untouched(ids, config):
     assert_same_state(state_of(model), before)
 
 
+@pytest.mark.slow
 def test_a_speed_that_no_unit_has_binds_nothing(ids, config):
     model = make_host("llama", num_hidden_layers=1)
     with pytest.warns(RuntimeWarning, match="nothing was attached"):

@@ -52,7 +52,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("outside", OUTSIDE)
-@pytest.mark.parametrize("path", ["mlp", "input_layernorm", "self_attn.q_proj"])
+@pytest.mark.parametrize("path", ["input_layernorm", "self_attn.q_proj", pytest.param("mlp", marks=pytest.mark.slow)])
 def test_outside_its_form_the_host_runs_bit_for_bit_and_is_counted(model, plan, outside, path):
     module = model.model.layers[1].get_submodule(path)
     x = OUTSIDE[outside](torch.randn(1, 4, 64))
@@ -132,7 +132,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", ["model", *(pytest.param(p, marks=pytest.mark.slow) for p in ("stack", "leaf"))])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_while_attached_names_detach_and_changes_nothing(model, plan, part, name):
     before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -194,7 +194,7 @@ def test_an_exception_inside_lets_the_next_call_in(model, plan):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scheme", ["bf16_structural", "w8a16_decode"])
+@pytest.mark.parametrize("scheme", ["w8a16_decode", pytest.param("bf16_structural", marks=pytest.mark.slow)])
 def test_state_and_saved_files_are_the_hosts(family, scheme, attached, tmp_path):
     model = make_host(family)
     wanted = {name: t.clone() for name, t in model.state_dict().items()}

@@ -26,7 +26,9 @@ def prompts():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("region", ["seats", "chain", "nothing attached"])
+@pytest.mark.parametrize(
+    "region", ["chain", *(pytest.param(r, marks=pytest.mark.slow) for r in ("seats", "nothing attached"))]
+)
 def test_tokens_are_the_hosts_alone_and_in_a_batch_of_unequal_prompts(family, region, prompts, ids, config):
     model = make_host(family)
     wanted = [host_tokens(model, prompt, 20) for prompt in prompts]
@@ -175,7 +177,9 @@ def mtp_head(path, model, seed=0):
     return path
 
 
-@pytest.mark.parametrize("draft", ["ngram", "itself", "another", "mtp"])
+@pytest.mark.parametrize(
+    "draft", ["ngram", "itself", *(pytest.param(d, marks=pytest.mark.slow) for d in ("another", "mtp"))]
+)
 def test_speculation_changes_no_token_on_fifty_prompts(draft, tmp_path):
     model = make_host("qwen2")
     drafts = {
