@@ -36,7 +36,7 @@ def main() -> None:
             for _ in measure_engine(config, lambda text: print(text, flush=True)):
                 pass
         except (RuntimeError, ValueError, TypeError) as error:
-            print(f"{run}: {type(error).__name__}: {error}", flush=True)
+            print(f"{run}: {type(error).__name__}: {str(error)[:600]}", flush=True)
     print(rows_table(read_rows(args.out)))
 
 

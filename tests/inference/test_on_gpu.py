@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from microllm import LLM, SamplingParams
+from microllm.inference import Engine, EngineConfig
 from microllm.inference.llm import choose_device
 
 KINDS = [
@@ -25,6 +26,22 @@ def test_a_gpu_gives_the_tokens_of_the_cpu(llm, prompts):
         assert [c.token_ids for c in got] == [c.token_ids for c in expected]
     assert on_gpu.score("the cat").sum_logprob == pytest.approx(llm.score("the cat").sum_logprob, abs=1e-3)
     assert on_gpu.logits("the cat").device.type == "cuda"
+
+
+@pytest.mark.gpu
+def test_the_captured_engine_gives_the_tokens_of_the_cpu_and_captures_no_shape_twice(llm, prompts):
+    on_gpu = LLM(copy.deepcopy(llm.transformer).to("cuda"), llm.tokenizer)
+    engine = Engine(on_gpu, EngineConfig(max_rows=8))
+    for params in (*KINDS, replace(KINDS[0], logprobs=None, prompt_logprobs=None)):
+        expected, got = llm.generate(prompts, params), engine.generate(prompts, params)
+        assert [c.token_ids for c in got] == [c.token_ids for c in expected]
+    engine.generate(prompts, KINDS[2])
+    captured = engine._runner.graphs.num_captured
+    assert captured > 0
+    engine.generate([prompt + " a" for prompt in prompts], replace(KINDS[2], max_tokens=7))
+    engine.generate(prompts, KINDS[2])
+    assert engine._runner.graphs.num_captured <= captured + 2  # a width of prompts may be new, a number of rows is not
+    assert engine.report().kv.active_bytes == 0
 
 
 @pytest.mark.gpu

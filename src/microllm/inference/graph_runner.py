@@ -2,8 +2,8 @@
 
 Place: the engine's runner on a GPU, with ``ModelRunner.run``'s interface and bursts besides; ``paged_forward.py`` is
 what it captures. A graph stands for a number of rows (a bucket), tokens a row, and how tokens are chosen: it is
-captured when first met, serves any lengths, and its inputs are written before it is replayed. On a CPU the same code
-runs uncaptured, for tests and debugging.
+captured when first met (a width of prompts when met again), serves any lengths, and its inputs are written before it is
+replayed. On a CPU the same code runs uncaptured, for tests and debugging.
 
 A burst is several steps without a word from the host: each leaves its tokens in a history, and feeds the next.
 
@@ -68,6 +68,7 @@ class GraphRunner:
         self._tables = PageTables(num_slots, self.forward.pages_a_row, self.device)
         self._passes: dict[tuple[int, int, int], Captured] = {}
         self._bursts: dict[tuple[int, Choosing], CapturedBurst] = {}
+        self._met: set[tuple[int, int]] = set()
 
     def table(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Set a slot's pages from number ``first`` on, for the next step."""
@@ -139,7 +140,7 @@ class GraphRunner:
             group = RowGroup(1, len(chunks[0].token_ids), decodes=False, device=self.device)
             found = self._captured(group, Arena(self.forward, group, chunks[0].num_logits), captures=False)
         else:
-            found = self._pass(len(chunks), padded_width(len(chunks[0].token_ids)), len(chunks))
+            found = self._prompt_pass(len(chunks), padded_width(len(chunks[0].token_ids)))
         self._fill(found, chunks)
         ends = [row * found.group.width + len(chunk.token_ids) for row, chunk in enumerate(chunks)]
         wanted = range(ends[0] - chunks[0].num_logits, ends[0]) if many else [end - 1 for end in ends]
@@ -152,6 +153,14 @@ class GraphRunner:
     def _fill(self, found: Captured, chunks: Sequence[Chunk]) -> None:
         found.group.fill([(cast("int", chunk.request.slot), chunk.start, chunk.token_ids) for chunk in chunks])
         self._tables.rows(found.group.slots, found.arena.table)
+
+    def _prompt_pass(self, num_rows: int, width: int) -> Captured:
+        """Return the pass of prompts of a width: captured when it is met again, for many shapes come once."""
+        if (num_rows, width) in self._met:
+            return self._pass(num_rows, width, num_rows)
+        self._met.add((num_rows, width))
+        group = RowGroup(num_rows, width, decodes=False, device=self.device)
+        return self._captured(group, Arena(self.forward, group, num_rows), captures=False)
 
     def _pass(self, num_rows: int, width: int, num_wanted: int) -> Captured:
         """Return the captured pass of a shape; ``num_wanted`` -1: decoding rows, all of whose logits are wanted."""

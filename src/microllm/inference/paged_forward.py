@@ -71,7 +71,8 @@ class PagedForward:
         device = model.norm.weight.device
         self.pages_a_row = -(-context // pool.page_tokens)
         self.blocks = [pack(cast("Block", block)) for block in model.layers]
-        self._angles = [t[0].contiguous() for t in model.rotary(torch.arange(context, device=device)[None])]
+        cos, sin = model.rotary(torch.arange(context, device=device)[None])
+        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
         self._linear = ops.linear_one_tiling if one_tiling else ops.linear
         self._split = max(pool.page_tokens, 64 if context <= 1024 else 128 if context <= 8192 else 256)
         self._one_split = one_tiling
@@ -121,8 +122,8 @@ class PagedForward:
             ops.linear(normed, block.qkv, block.qkv_bias, out=arena.qkv)
         q, k, v = self._heads(arena.qkv, group)
         ops.attention_step(
-            q, k, v, *self._angles, self.pool.k_pages[layer], self.pool.v_pages[layer], arena.table, group.positions,
-            block.q_norm, block.k_norm, scale=self._scale, eps=eps, split=self._split_of(group),
+            q, k, v, self._cos, self._sin, self.pool.k_pages[layer], self.pool.v_pages[layer], arena.table,
+            group.positions, block.q_norm, block.k_norm, scale=self._scale, eps=eps, split=self._split_of(group),
             out=arena.context.view(q.shape),
         )  # fmt: skip
         ops.linear_residual(arena.context, block.o.weight, arena.x, block.o.bias, out=arena.y)
@@ -141,7 +142,7 @@ class PagedForward:
         self._linear(arena.normed, block.qkv, block.qkv_bias, out=arena.qkv)
         q, k, v = self._heads(arena.qkv, group)
         rotated = arena.q.view(q.shape), self._heads(arena.turned, group)[1]  # k lies as v does
-        cos, sin = self._angles
+        cos, sin = self._cos, self._sin
         positions = group.positions.clamp(min=0)
         if block.q_norm is not None and block.k_norm is not None:
             ops.qk_norm_rope(
