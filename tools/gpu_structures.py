@@ -74,11 +74,8 @@ def check_capture(device: str) -> dict[str, str]:
     """Capture a small computation, and have those refused that cannot be."""
     if torch.device(device).type != "cuda":
         return {}
-    x, w, hidden = (
-        torch.randn(8, 256, device=device),
-        torch.randn(256, 256, device=device),
-        torch.zeros((), device=device),
-    )
+    x, w = torch.randn(8, 256, device=device), torch.randn(256, 256, device=device)
+    hidden = [torch.ones((), device=device)]  # another tensor later on: one changed in place is the graph's own input
     found = {}
     stage = structures.capture(lambda: torch.relu(x @ w).softmax(-1) @ w, windows={"x": x}, min_speedup=0)
     stage.write("x", torch.ones_like(x))
@@ -86,11 +83,11 @@ def check_capture(device: str) -> dict[str, str]:
     found["a captured stage follows its window"] = "pass" if right else "FAILED"
     refused = {
         "empty": (lambda: x, {}), "synchronises": (lambda: x[x > 0].sum(), {"x": x}),
-        "undeclared": (lambda: x * hidden, {"x": x}),
+        "undeclared": (lambda: x * hidden[-1], {"x": x}),
     }  # fmt: skip
     for name, (fn, windows) in refused.items():
         try:
-            second = (lambda: hidden.add_(1)) if name == "undeclared" else None
+            second = (lambda: hidden.append(2 * hidden[-1])) if name == "undeclared" else None
             structures.capture(fn, windows=windows, second=second, min_speedup=0)
             found[name] = "taken"
         except structures.CaptureRefused as error:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from microllm import structures
-from microllm.errors import GateRefused, StructureError
+from microllm.errors import CaptureRefused, GateRefused, StructureError
 from microllm.evidence.receipt import append_receipt
 from microllm.structures import calibration, decisions
+from microllm.structures.capture import _judge
 from microllm.structures.formats import Format, Matrix, int4_parts
 from microllm.structures.schemes import Fp8Static, Point, Report, Statistic, WeightOnly
 from tiny_hosts import make_host
@@ -316,3 +318,11 @@ def test_auto_takes_a_receipt_that_passed_and_nothing_else(tmp_path, ids, config
     plan = structures.auto_swaps(model, lambda: model(ids), config=mine)
     assert plan.notes["scheme"]["name"] == "bf16_structural"
     assert "digest" in plan.notes["scheme"]["fell_through"][0]
+
+
+def test_a_captured_stage_whose_output_is_only_scaled_wrongly_is_found():
+    stage = SimpleNamespace(replay=lambda: torch.ones(4), certification={})
+    with pytest.raises(CaptureRefused, match="error 5.00e-01"):
+        _judge(stage, lambda: 2 * torch.ones(4), {}, lambda: None, 0.999)
+    assert stage.certification["cosine"] == pytest.approx(1)
+    _judge(stage, lambda: 1.01 * torch.ones(4), {}, lambda: None, 0.999)

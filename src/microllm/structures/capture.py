@@ -112,12 +112,20 @@ def _judge(
             window.copy_(window.roll(1, dims=-1) if window.shape[-1:].numel() > 1 else window.roll(1, dims=0))
     wanted = [t.clone() for t in _tensors(fn())]
     got = _tensors(stage.replay())
-    worst = min(cosine(a, b) for a, b in zip(got, wanted, strict=True))
-    stage.certification["cosine"] = worst
-    if floor and not worst >= floor:
+    pairs = list(zip(got, wanted, strict=True))
+    worst, error = min(cosine(a, b) for a, b in pairs), max(_error(a, b) for a, b in pairs)
+    stage.certification |= {"cosine": worst, "error": error}
+    if floor and not (worst >= floor and error <= (2 * (1 - floor)) ** 0.5):  # a cosine does not see a scale
         raise CaptureRefused(
-            f"got cosine {worst:.5f} on a second sample; need {floor}; declare every input that varies"
+            f"got cosine {worst:.5f} and error {error:.2e} on a second sample; need {floor} and what follows from it; "
+            "declare every input that varies"
         )
+
+
+def _error(got: Tensor, wanted: Tensor) -> float:
+    """Return the relative L2 error; of nothing to be near, the error itself."""
+    size = wanted.double().norm()
+    return float((got.double() - wanted.double()).norm() / (size if size > 0 else 1))
 
 
 def _captured(fn: Callable[[], Any], warm_ups: int) -> tuple[torch.cuda.CUDAGraph, Any]:
