@@ -322,7 +322,7 @@ def test_auto_takes_a_receipt_that_passed_and_nothing_else(tmp_path, ids, config
 
 def test_a_captured_stage_whose_output_is_only_scaled_wrongly_is_found():
     stage = SimpleNamespace(replay=lambda: torch.ones(4), certification={})
-    with pytest.raises(CaptureRefused, match="error 5.00e-01"):
+    with pytest.raises(CaptureRefused, match=r"error 5\.00e-01"):
         _judge(stage, lambda: 2 * torch.ones(4), {}, lambda: None, 0.999)
     assert stage.certification["cosine"] == pytest.approx(1)
     _judge(stage, lambda: 1.01 * torch.ones(4), {}, lambda: None, 0.999)

@@ -13,6 +13,7 @@ import tyro
 
 from microllm.lab.bench import BenchConfig, Workload
 from microllm.lab.bench_attach import AttachBench
+from microllm.lab.bench_engine import EngineBenchConfig
 from microllm.lab.bench_ops import OpsConfig
 from microllm.lab.bench_serve import ServeBenchConfig
 from microllm.lab.bench_train_config import BenchTrainConfig
@@ -127,6 +128,21 @@ class BenchOps:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchEngine:
+    """Time the engine on a GPU at a preset's shape, beside transformers with a static cache and torch.compile."""
+
+    config: EngineBenchConfig = field(default_factory=EngineBenchConfig)
+    as_json: Json = False
+
+    def run(self) -> int:
+        """Print the rows."""
+        from microllm.lab.bench_engine import measure_engine
+
+        _show(measure_engine(self.config, _progress), as_json=self.as_json)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchTrain:
     """Tokens a second and peak memory of training steps, beside transformers with torch's fused AdamW."""
 
@@ -223,6 +239,7 @@ class Bench:
         | Annotated[BenchQuality, tyro.conf.subcommand("quality")]
         | Annotated[BenchRoofline, tyro.conf.subcommand("roofline")]
         | Annotated[BenchOps, tyro.conf.subcommand("ops")]
+        | Annotated[BenchEngine, tyro.conf.subcommand("engine")]
         | Annotated[BenchTrain, tyro.conf.subcommand("train")]
         | Annotated[BenchServe, tyro.conf.subcommand("serve")]
         | Annotated[BenchAttach, tyro.conf.subcommand("attach")]

@@ -2,8 +2,9 @@
 
 Place: ``microllm bench engine`` and ``tools/gpu_engine.py``. Weights are random, of a preset's exact shape, the same in
 every arm. A decode rate is what more tokens add: the time of a prompt and N + 1 tokens, less that of a prompt and one,
-through the public API, the host's work and the reading of tokens in it. Arms take turns (A B B A). Parity: the error
-of our logits against transformers' in fp32 is at most half as large again as its own in our dtype.
+through the public API, the host's work and the reading of tokens in it. Arms take turns (A B B A). Parity, before any
+of it: the log-probabilities that the engine gave its own tokens, against transformers' in fp32, are off by at most half
+as much again as transformers' own in our dtype.
 
 Units:   the limit divides the bytes that a step must read (weights, keys and values) by ``bench roofline``'s read rate
 """
@@ -28,13 +29,14 @@ from microllm.errors import ConfigError
 from microllm.evidence.environment import capture_environment
 from microllm.evidence.rows import Row, environment_fields, read_rows, write_row
 from microllm.inference import LLM, Engine, EngineConfig
+from microllm.inference.llm import choose_device
 from microllm.lab.hf_twin import cast_twin, make_twin
 from microllm.lab.random_model import random_llm
 from microllm.sampling import SamplingParams
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PEER = "transformers static + compiled"
-PARITY_TIMES = 1.5
+PARITY_TIMES, PARITY_FLOOR = 1.5, 1e-5
 READ_TBPS = 4.0
 """Read rate of a 1 GB buffer on an H200, where no roofline row says it."""
 Progress = Callable[[str], None]
@@ -137,12 +139,13 @@ class StaticCompiled:
 
 def measure_engine(config: EngineBenchConfig, progress: Progress = lambda _: None) -> Iterator[Row]:
     """Yield rows for each batch and prompt length, then one for the throughput run; write them to ``config.out``."""
-    device, dtype = torch.device(config.device), TORCH_DTYPES[config.dtype]
+    device, dtype = choose_device(config.device), TORCH_DTYPES[config.dtype]
     llm = random_llm(config.model, config.device, dtype)
     fields = environment_fields(capture_environment(config.device)) | {"dtype": config.dtype, "unit": "tok/s"}
-    twin = _twin(llm, dtype) if config.peer else None
-    parity = "pass" if twin is None else _parity(llm, twin)
+    twin = _twin(llm, dtype)
+    parity = _parity(config, llm, twin)
     progress(f"parity: {parity}")
+    twin = twin if config.peer else None
     for tokens in config.tokens:
         for batch in config.batch:
             for row in _shape_rows(config, llm, twin, (batch, tokens), parity, fields):
@@ -238,18 +241,24 @@ def _twin(llm: LLM, dtype: torch.dtype) -> Any:  # noqa: ANN401
 
 
 @torch.no_grad()
-def _parity(llm: LLM, twin: Any) -> str:  # noqa: ANN401
-    """Return "pass", or how our error against the twin in fp32 compares with the twin's own in our dtype."""
-    ids = torch.tensor([[(11 * i) % (llm.config.vocab_size - 5) + 5 for i in range(64)]], device=llm.device)
-    exact = cast_twin(twin, torch.float32)(ids).logits
-    theirs = _error(twin(ids).logits, exact)
-    ours = _error(llm.transformer(ids), exact)
-    bound = PARITY_TIMES * theirs if theirs else 1e-5
-    return "pass" if ours <= bound else f"error {ours:.2e} against fp32; at most {bound:.2e}"
+def _parity(config: EngineBenchConfig, llm: LLM, twin: Any) -> str:  # noqa: ANN401
+    """Return "pass", or how far the engine's log-probabilities are off, and how far they may be."""
+    prompt = [(11 * i) % (llm.config.vocab_size - 5) + 5 for i in range(48)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+    done = _engine(config, llm, 1, 128).generate(prompt, params)
+    assert done.logprobs is not None, "asked for"
+    tokens = torch.tensor(done.token_ids, device=llm.device)
+    ids = torch.tensor([[*prompt, *done.token_ids]], device=llm.device)
 
+    def logprobs(model: Any) -> Tensor:  # noqa: ANN401
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].double()
+        return logits.log_softmax(1).gather(1, tokens[:, None])[:, 0]
 
-def _error(logits: Tensor, exact: Tensor) -> float:
-    return float((logits.double() - exact.double()).norm() / exact.double().norm())
+    exact = logprobs(cast_twin(twin, torch.float32))
+    ours = torch.tensor([each.logprob for each in done.logprobs], dtype=torch.float64, device=llm.device)
+    off, theirs = (float((each - exact).square().mean().sqrt()) for each in (ours, logprobs(twin)))
+    bound = PARITY_TIMES * theirs + PARITY_FLOOR
+    return "pass" if off <= bound else f"log-probabilities off by {off:.2e} (root mean square); at most {bound:.2e}"
 
 
 def _bytes_a_step(model: ModelConfig, batch: int, length: int, itemsize: int) -> int:
