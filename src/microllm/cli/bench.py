@@ -138,7 +138,7 @@ class BenchEngine:
         """Print the rows."""
         from microllm.lab.bench_engine import measure_engine
 
-        _show(measure_engine(self.config, _progress), as_json=self.as_json)
+        _show(list(measure_engine(self.config, _progress)), as_json=self.as_json)
         return 0
 
 
