@@ -82,11 +82,7 @@ class Bursts:
         return touched
 
     def _launch(self, flight: Flight) -> None:
-        for request in flight.requests:
-            assert request.slot is not None, "a request that runs has a slot"
-            self._runner.table(request.slot, request.num_tabled, request.pages[request.num_tabled :])
-            request.num_tabled = len(request.pages)
-        flight.readers.append(self._runner.go_on(flight.burst))
+        flight.readers.append(self._runner.go_on(flight.burst, flight.requests))
         flight.num_launched += BURST_STEPS
 
     def _goes_on(self, flight: Flight) -> bool:

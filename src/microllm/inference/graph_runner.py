@@ -22,6 +22,8 @@ from torch import Tensor
 
 from microllm import ops
 from microllm.inference.paged_forward import Arena, PagedForward
+from microllm.inference.request import Request
+from microllm.inference.runner import write_table
 from microllm.inference.scheduler import Chunk
 from microllm.model import Transformer
 from microllm.step import DecodeRow, DecodeRows, Graphs, PagePool, PageTables, RowGroup, TokenReader, bucket
@@ -70,10 +72,6 @@ class GraphRunner:
         self._bursts: dict[tuple[int, Choosing], CapturedBurst] = {}
         self._met: set[tuple[int, int]] = set()
 
-    def table(self, slot: int, first: int, pages: Sequence[int]) -> None:
-        """Set a slot's pages from number ``first`` on, for the next step."""
-        self._tables.write(slot, first, pages)
-
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, list[int]]:
         """Run a step; return the logits that its chunks want, and at which row those of each chunk begin.
@@ -81,10 +79,7 @@ class GraphRunner:
         Shapes:  -> [rows, V] in the model's dtype, a number a chunk
         """
         for chunk in chunks:
-            request = chunk.request
-            assert request.slot is not None, "a request that runs has a slot"
-            self.table(request.slot, request.num_tabled, request.pages[request.num_tabled :])
-            request.num_tabled = len(request.pages)
+            write_table(self._tables, chunk.request)
         parts: list[Tensor] = []
         starts = [0] * len(chunks)
         for width in sorted({1, 1 + self._max_drafts}):
@@ -119,8 +114,10 @@ class GraphRunner:
         return burst
 
     @torch.inference_mode()
-    def go_on(self, burst: CapturedBurst) -> TokenReader:
-        """Run a burst after what runs already, over the tables as they are now; return what reads its tokens."""
+    def go_on(self, burst: CapturedBurst, requests: Sequence[Request]) -> TokenReader:
+        """Run a burst of requests after what runs already; return what reads its tokens."""
+        for request in requests:
+            write_table(self._tables, request)
         self._tables.rows(burst.rows.group.slots, burst.arena.table)
         burst.rows.rewind()
         for _ in range(BURST_STEPS):

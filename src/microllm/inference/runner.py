@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from microllm import ops
+from microllm.inference.request import Request
 from microllm.inference.scheduler import Chunk
 from microllm.model import Transformer
 from microllm.model.transformer import Block, Linear
@@ -32,6 +33,13 @@ MIN_ROWS = 16
 """Rows of a step from which on torch's products on a CPU give a row the same bits, however many there are."""
 VECTOR, THREAD_SHARE = 64, 32_767
 """Elements that torch's loops on a CPU take at once, at most; and below how many they keep to one thread."""
+
+
+def write_table(tables: PageTables, request: Request) -> None:
+    """Set the pages that a running request took since its last step."""
+    assert request.slot is not None, "a request that runs has a slot"
+    tables.write(request.slot, request.num_tabled, request.pages[request.num_tabled :])
+    request.num_tabled = len(request.pages)
 
 
 class ModelRunner:
@@ -59,10 +67,7 @@ class ModelRunner:
         Shapes:  -> [rows, V] in the model's dtype, a number a chunk
         """
         for chunk in chunks:
-            request = chunk.request
-            assert request.slot is not None, "a request that runs has a slot"
-            self._tables.write(request.slot, request.num_tabled, request.pages[request.num_tabled :])
-            request.num_tabled = len(request.pages)
+            write_table(self._tables, chunk.request)
         groups, firsts = self._groups(chunks)
         wanted, starts = [], []
         for chunk, first in zip(chunks, firsts, strict=True):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from microllm.errors import MissingExtraError, UnavailableError
-from microllm.ops.target import TARGETS, Target
+from microllm.ops.target import MUCH_SHARED_BYTES, TARGETS, Target
 
 if TYPE_CHECKING:
     from microllm.ops.kernels import Compiled
@@ -108,7 +108,7 @@ def compile_case(file: str, number: int, case: Compiled, target: Target) -> Comp
         return Compilation(**place, faults=(f"does not compile: {_last_line(error)}",))
     registers, spilled = _nvidia_usage(found.asm["cubin"]) if target.backend == "cuda" else _amd_usage(found.asm)
     faults = [*_faults(case, target, found), *(f"fp64 where a scalar is fp64: {line}" for line in in_fp64[:1])]
-    if spilled:
+    if spilled > case.may_spill:
         faults.append(f"spills {spilled} {'bytes a thread' if target.backend == 'cuda' else 'registers'}")
     shared = found.metadata.shared
     return Compilation(**place, registers=registers, shared_bytes=shared, spilled=spilled, faults=tuple(faults))
@@ -121,6 +121,8 @@ def _lacking(case: Compiled, target: Target) -> str:
             return f"reads {_FP8_TYPES[kind]} as bytes, in another case"
     if "warps of 32" in case.uses and target.warp_size != 32:
         return f"has warps of {target.warp_size} lanes, and another form for them"
+    if "much shared memory" in case.uses and target.shared_bytes < MUCH_SHARED_BYTES:
+        return f"has {target.shared_bytes} bytes of shared memory, and other tiles for them"
     return ""
 
 
@@ -137,6 +139,8 @@ def _compiled(case: Compiled, target: Target, signature: Mapping[str, str]) -> A
     aligned = [i for i, name in enumerate(names) if re.search(r"^\*|:16$", signature.get(name, ""))]
     options: dict[str, Any] = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     options["enable_fp_fusion"] = case.fusion
+    if target.pdl and case.max_registers:
+        options["maxnreg"] = case.max_registers
     return compile_kernel(
         ASTSource(case.kernel, types, constexprs, {(i,): [["tt.divisibility", 16]] for i in aligned}),
         target=GPUTarget(target.backend, target.arch, target.warp_size),

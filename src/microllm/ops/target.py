@@ -61,6 +61,8 @@ _ALL = (
     _nvidia(80, 163), _nvidia(90, 227), _nvidia(100, 227),
     _amd("gfx942", 64, "e4m3fnuz"), _amd("gfx950", 160, "e4m3fn"),
 )  # fmt: skip
+MUCH_SHARED_BYTES = 200_000
+"""Shared memory from which on tiles of four stages fit."""
 TARGETS: dict[str, Target] = {target.name: target for target in _ALL}
 """The targets that every kernel is compiled for ahead of time, by name."""
 

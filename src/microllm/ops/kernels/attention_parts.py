@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from microllm.ops.kernels.fp8 import decode_e4m3, encode_e4m3
-from microllm.ops.kernels.pages import weigh
 
 
 @triton.jit
@@ -162,19 +161,3 @@ def row_of(x, i, BLOCK_T: tl.constexpr):
         picked = (tl.arange(0, BLOCK_T) == i)[:, None]
         x = tl.sum(tl.where(picked, x.to(tl.float32), 0.0), 0)[None, :].to(x.dtype)
     return x
-
-
-@triton.jit
-def attend(q, k, v, start, end, last, scores_ptr, scores_at, best, total, context, SCALE: tl.constexpr,
-            BLOCK_K: tl.constexpr):  # fmt: skip
-    """Return maximum, sum and context of the query rows with a block of keys joined."""
-    key = start + tl.arange(0, BLOCK_K)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE
-    visible = (key < end)[None, :] & (key[None, :] <= last[:, None])
-    if scores_ptr is not None:
-        tl.store(scores_ptr + scores_at[:, None] + key[None, :], scores, mask=visible)
-    scores = tl.where(visible, scores, float("-inf"))
-    higher = tl.maximum(best, tl.max(scores, 1))
-    shift = tl.where(higher == float("-inf"), 0.0, higher)
-    weights, keep = tl.exp(scores - shift[:, None]), tl.exp(best - shift)
-    return higher, total * keep + tl.sum(weights, 1), weigh(weights, v, context * keep[:, None])

@@ -31,7 +31,7 @@ class Compiled(NamedTuple):
     ``constexprs``: all others: sizes, blocks, flags, and pointers that are absent (None). A case with PDL=True is
     compiled with False for a target that has no such launches.
     ``uses``: what the target must have, or the compiler must have used: "pdl", "wgmma", "fp8",
-    "warps of 32".
+    "warps of 32", "much shared memory" (200 kB).
     """
 
     kernel: Any
@@ -41,6 +41,8 @@ class Compiled(NamedTuple):
     num_stages: int = 1
     uses: tuple[str, ...] = ()
     fusion: bool = True  # False: no product is fused with a sum but by tl.fma (Triton's enable_fp_fusion)
+    max_registers: int = 0  # a thread, where a launch is ``capped``
+    may_spill: int = 0  # bytes a thread that were measured to cost less than what the registers bring
 
 
 def row_stride(x: Tensor | None) -> int:
@@ -61,8 +63,8 @@ def overlapping(overlap: bool) -> dict[str, bool]:
 
 
 def capped(target: Target, registers: int) -> dict[str, int]:
-    """Return the option that holds a launch to so many registers a thread; none for 0, nor on AMD."""
-    return {"maxnreg": registers} if registers and target.backend == "cuda" else {}
+    """Return the option that holds a launch to so many registers a thread, from Hopper on; none for 0."""
+    return {"maxnreg": registers} if registers and target.pdl else {}
 
 
 def stream_of(x: Tensor) -> int:

@@ -214,7 +214,8 @@ def case(
     sizes = {"N": matrix.N, "K": matrix.K, "EPS": 1e-6, "SWIGLU": matrix.swiglu, "FORMAT": matrix.format}
     strides = dict.fromkeys(STRIDES, "i32:16")
     wgmma = choice.form == "tile" and matrix.dtype != torch.float32
-    uses = ("pdl", *("wgmma",) * wgmma, *("warps of 32",) * (choice.form == "mma"))
+    much = choice.form == "tile" and choice.constants["STAGES"] > 3
+    uses = ("pdl", *("wgmma",) * wgmma, *("warps of 32",) * (choice.form == "mma"), *("much shared memory",) * much)
     if choice.form == "tile":
         signature |= {"parts_ptr": "*fp32", "done_ptr": "*i32"}
     return Compiled(
@@ -242,6 +243,8 @@ def _compiled() -> tuple[Compiled, ...]:
         case(long, 1, "residual"),
         *(case(wide, M, "gain") for M in (1, 8)),
         case(gate_up, 8, "gain", on=TARGETS["gfx942"]),
+        case(gate_up, 64, on=TARGETS["gfx942"]),
+        *(case(matrix, 64, on=TARGETS["sm_80"]) for matrix in (gate_up, down)),
         case(plain, 64, "bias"),
         case(plain, 512, "bias", tile=True),
         case(Matrix("linear", 896, 4864, FP32), 512, "bias", tile=True),

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from microllm.ops.target import INTERPRETER, Target
+from microllm.ops.target import INTERPRETER, MUCH_SHARED_BYTES, Target
 from microllm.ops.tuned import tuned
 
 FORMS = ("fma", "mma", "tile")
@@ -167,7 +167,7 @@ def wide_tile(matrix: Matrix, M: int, target: Target) -> Tile:
 def _split_tile(matrix: Matrix, M: int, target: Target) -> Tile:
     """Return the tile form's blocks where rows share no promise of bits: long steps, and K shared by programs."""
     tile = wide_tile(matrix, M, target)
-    if M > 64 or matrix.dtype == torch.float32 or matrix.format != "plain" or target.shared_bytes < 200_000:
+    if M > 64 or matrix.dtype == torch.float32 or matrix.format != "plain" or target.shared_bytes < MUCH_SHARED_BYTES:
         return tile
     tile |= {"BLOCK_K": 128, "STAGES": 4}
     tiles, steps = triton.cdiv(matrix.outputs, tile["BLOCK_N"]), triton.cdiv(matrix.K, 128)

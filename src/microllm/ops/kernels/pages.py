@@ -44,6 +44,22 @@ def weigh(weights, v, context):
 
 
 @triton.jit
+def attend(q, k, v, start, end, last, scores_ptr, scores_at, best, total, context, SCALE: tl.constexpr,
+            BLOCK_K: tl.constexpr):  # fmt: skip
+    """Return maximum, sum and context of the query rows with a block of keys joined."""
+    key = start + tl.arange(0, BLOCK_K)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE
+    visible = (key < end)[None, :] & (key[None, :] <= last[:, None])
+    if scores_ptr is not None:
+        tl.store(scores_ptr + scores_at[:, None] + key[None, :], scores, mask=visible)
+    scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(best, tl.max(scores, 1))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    weights, keep = tl.exp(scores - shift[:, None]), tl.exp(best - shift)
+    return higher, total * keep + tl.sum(weights, 1), weigh(weights, v, context * keep[:, None])
+
+
+@triton.jit
 def walk(
     q, k_ptr, v_ptr, scores_ptr, table_row, scores_at, last, first, end, page_stride, slot_stride,
     S: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, FORMAT: tl.constexpr,
@@ -65,17 +81,9 @@ def walk(
         at = (page * page_stride + (key % S) * slot_stride)[:, None] + d[None, :]
         ok = stored[:, None] & (d < D)[None, :]
         k, v = read_pages(k_ptr + at, ok, FORMAT, q.dtype), read_pages(v_ptr + at, ok, FORMAT, q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * SCALE
-        visible = stored[None, :] & (key[None, :] <= last[:, None])
-        if scores_ptr is not None:
-            tl.store(scores_ptr + scores_at[:, None] + key[None, :], scores, mask=visible)
-        scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        weights, keep = tl.exp(scores - shift[:, None]), tl.exp(best - shift)
-        total = total * keep + tl.sum(weights, 1)
-        context = weigh(weights, v, context * keep[:, None])
-        best = higher
+        best, total, context = attend(
+            q, k, v, start, end, last, scores_ptr, scores_at, best, total, context, SCALE, BLOCK_K
+        )
     return best, total, context
 
 
