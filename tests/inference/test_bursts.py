@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from microllm import SamplingParams
+from microllm import SamplingParams, ops
 from microllm.inference import Engine, EngineConfig
 from microllm.inference.bursts import Bursts, count_tokens
 from microllm.inference.graph_runner import GraphRunner, padded_width
+from microllm.inference.paged_forward import Arena, PagedForward
+from microllm.step import RowGroup
 
 GREEDY = SamplingParams(temperature=0, max_tokens=22, ignore_eos=True)
 WARM = SamplingParams(temperature=0.8, seed=3, top_k=40, max_tokens=17)
@@ -133,3 +135,16 @@ def test_a_captured_chunk_is_a_quarter_longer_at_most():
     for n in range(1, 5000):
         assert n <= padded_width(n) <= max(n + 15, n * 5 / 4)
     assert len({padded_width(n) for n in range(1, 4097)}) <= 40
+
+
+@pytest.mark.parametrize("one_tiling", [False, True])
+def test_one_row_folds_its_norms_into_products_only_where_bits_may_follow_the_number_of_rows(llm, one_tiling):
+    engine = with_bursts(llm)
+    forward = PagedForward(llm.transformer, engine.pool, context=64, one_tiling=one_tiling)
+    for num_rows in (1, 2):
+        group = RowGroup(num_rows, 1, decodes=True)
+        group.fill([(0, 0, [3])])
+        with ops.ledger() as ran, torch.inference_mode():
+            forward.hidden(group, Arena(forward, group, num_rows))
+        folded = any(entry.op == "norm_linear" for entry in ran)
+        assert folded == (num_rows == 1 and not one_tiling)

@@ -6,8 +6,8 @@ views of them, so that nothing is held twice.
 
 A decoding layer is five launches: norm and QKV, attention (with RoPE, norms of heads and the new keys and values),
 output and residual, norm with gate, up and SwiGLU, down and residual; with more than one row the two norms are launches
-of their own, since every program of a product would norm all rows again. A prompt's layer goes through the vendor's
-products, and in mode B through one tiling.
+of their own, since every program of a product would norm all rows again (in mode B always: a folded norm rounds
+otherwise). A prompt's layer goes through the vendor's products, and in mode B through one tiling.
 
 Axes:    N = tokens of the step (A rows, T each), D = model dim, H = query heads, G = KV heads, K = head dim,
          F = FFN dim, C = context, P = pairs of a head, V = vocabulary
@@ -114,8 +114,8 @@ class PagedForward:
         return ops.rms_norm(x, w, eps=self._config.rms_norm_eps, out=out)
 
     def _decode(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
-        eps = self._config.rms_norm_eps
-        if len(arena.x) == 1:
+        eps, folds = self._config.rms_norm_eps, len(arena.x) == 1 and not self._one_split
+        if folds:
             ops.norm_linear(arena.x, block.input_norm, block.qkv, block.qkv_bias, eps=eps, out=arena.qkv)
         else:
             normed = self._norm(arena.x, block.input_norm, arena.normed)
@@ -127,7 +127,7 @@ class PagedForward:
             out=arena.context.view(q.shape),
         )  # fmt: skip
         ops.linear_residual(arena.context, block.o.weight, arena.x, block.o.bias, out=arena.y)
-        if len(arena.x) == 1:
+        if folds:
             normed, gain = arena.y, block.post_norm
         else:
             normed, gain = self._norm(arena.y, block.post_norm, arena.normed), None
