@@ -12,7 +12,7 @@ TINY = {"model": "tiny", "dtype": "fp32", "device": "cpu", "batch": (2,), "token
 
 def test_rows_of_decode_prefill_and_throughput_with_a_peer_and_a_limit(tmp_path):
     said, out = [], tmp_path / "rows.jsonl"
-    config = EngineBenchConfig(**TINY, peer=True, sequences=2, out=out)
+    config = EngineBenchConfig(**TINY, peer=True, sequences=2, lengths=(3, 6), out=out)
     decode, prefill, throughput = measure_engine(config, said.append)
     assert [row.parity for row in (decode, prefill, throughput)] == ["pass"] * 3
     assert decode.workload == "tiny B2 T8 N3 mode A"

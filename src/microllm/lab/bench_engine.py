@@ -54,7 +54,8 @@ class EngineBenchConfig:
         new_tokens: Tokens that a round decodes, beyond the first.
         peer: Run transformers too (its compiler takes a minute for each batch).
         deterministic: Rows' bits do not know their batch (mode B).
-        sequences: Of the throughput run, 0 for none: prompts and answers of 100 to 1,024 tokens, temperature 0.6.
+        sequences: Of the throughput run at temperature 0.6, 0 for none.
+        lengths: Least and most tokens of its prompts and of its answers.
         rounds: Rounds of each arm, an even number.
         limits: Rows of bench roofline.
         out: Append the rows to this JSONL file.
@@ -69,6 +70,7 @@ class EngineBenchConfig:
     peer: bool = False
     deterministic: bool = False
     sequences: int = 0
+    lengths: tuple[int, int] = (100, 1024)
     rounds: int = 4
     limits: Path = Path("lab/rows/roofline.jsonl")
     out: Path | None = None
@@ -198,14 +200,15 @@ def _shape_rows(
 
 
 def _throughput_row(config: EngineBenchConfig, llm: LLM, parity: str, fields: dict[str, Any]) -> Row:
-    draw, device = random.Random(0), torch.device(config.device)
+    (least, longest), draw, device = config.lengths, random.Random(0), torch.device(config.device)
     prompts = [
-        [draw.randrange(llm.config.vocab_size) for _ in range(draw.randint(100, 1024))] for _ in range(config.sequences)
+        [draw.randrange(llm.config.vocab_size) for _ in range(draw.randint(least, longest))]
+        for _ in range(config.sequences)
     ]
-    counts = [draw.randint(100, 1024) for _ in range(config.sequences)]
+    counts = [draw.randint(least, longest) for _ in range(config.sequences)]
     most = llm.config.max_position_embeddings
     prompts, counts = [p[: most // 2] for p in prompts], [min(n, most // 2) for n in counts]
-    capacity = min(most, 2048 + 8)
+    capacity = min(most, 2 * longest + 8)
     engine = _engine(config, llm, config.sequences, capacity)
 
     def run() -> None:
@@ -218,7 +221,7 @@ def _throughput_row(config: EngineBenchConfig, llm: LLM, parity: str, fields: di
     run()
     seconds = [_seconds(run, device) for _ in range(2)]
     return Row(
-        target="S1", workload=f"{config.model} {config.sequences} sequences, prompts and answers of 100 to 1,024",
+        target="S1", workload=f"{config.model} {config.sequences} sequences, prompts and answers of {least} to {longest} tokens",
         ours=sum(counts) / median(seconds) if parity == "pass" else None, parity=parity,
         num_forwards=engine.report().num_steps // 3, **fields,
     )  # fmt: skip
