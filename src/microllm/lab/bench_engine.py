@@ -221,7 +221,7 @@ def _throughput_row(config: EngineBenchConfig, llm: LLM, parity: str, fields: di
     run()
     seconds = [_seconds(run, device) for _ in range(2)]
     return Row(
-        target="S1", workload=f"{config.model} {config.sequences} sequences, prompts and answers of {least} to {longest} tokens",
+        target="S1", workload=f"{config.model} {config.sequences} prompts and answers of {least} to {longest} tokens",
         ours=sum(counts) / median(seconds) if parity == "pass" else None, parity=parity,
         num_forwards=engine.report().num_steps // 3, **fields,
     )  # fmt: skip
