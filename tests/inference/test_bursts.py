@@ -119,6 +119,24 @@ def test_logits_that_are_not_finite_end_one_row(llm, prompts):
     assert "non-finite" in requests[0].completion.error
 
 
+def test_a_sequence_that_cannot_take_its_token_ends_alone(llm, plain, prompts):
+    engine = with_bursts(llm)
+    requests = [engine.add(text, GREEDY)[0] for text in prompts]
+    until_a_burst_is_under_way(engine)
+
+    def broken(token_id, logprob=None):
+        raise UnicodeError("no such text")
+
+    requests[1].sequence.accept = broken
+    while engine.has_work:
+        engine.step()
+    assert requests[1].completion.finish_reason == "error"
+    assert "UnicodeError" in requests[1].completion.error
+    for text, request in zip(prompts, requests, strict=True):
+        if request is not requests[1]:
+            assert request.completion.token_ids == plain.generate(text, GREEDY).token_ids
+
+
 def test_weights_are_packed_in_place_and_once(llm, prompts):
     before = {name: p.clone() for name, p in llm.transformer.named_parameters()}
     with_bursts(llm)

@@ -16,6 +16,7 @@ from torch import Tensor
 from microllm.inference.graph_runner import BURST_STEPS, CapturedBurst, GraphRunner
 from microllm.inference.request import Request
 from microllm.inference.scheduler import Chunk, Scheduler
+from microllm.inference.sequence import GeneratedSequence
 from microllm.ops.advance import IDLE
 from microllm.step import DecodeRow, TokenReader, bucket
 
@@ -117,7 +118,7 @@ class Bursts:
             for line in tokens:
                 if line[row] == IDLE:
                     break
-                sequence.accept(line[row])
+                _accept(sequence, line[row])
                 num_kept += 1
                 if sequence.finish_reason is not None:
                     break
@@ -130,6 +131,14 @@ class Bursts:
         for request in flight.requests:
             if request.finish_reason is None:
                 self._scheduler.settle(request)
+
+
+def _accept(sequence: GeneratedSequence, token_id: int) -> None:
+    """Hand a sequence its token; what fails there ends it alone: the tokens of the others are on their way too."""
+    try:
+        sequence.accept(token_id)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is this sequence's own
+        sequence.fail(f"got {type(error).__name__} while its token was taken: {error}; need none; report it")
 
 
 def count_tokens(vocab_size: int, banned_ids: Tensor | None) -> int | None:
