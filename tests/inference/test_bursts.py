@@ -1,5 +1,6 @@
 """Bursts and captured passes, uncaptured on a CPU: the tokens of the plain engine, whatever comes and goes."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -166,3 +167,29 @@ def test_one_row_folds_its_norms_into_products_only_where_bits_may_follow_the_nu
             forward.hidden(group, Arena(forward, group, num_rows))
         folded = any(entry.op == "norm_linear" for entry in ran)
         assert folded == (num_rows == 1 and not one_tiling)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_coming_and_going_gives_each_request_the_tokens_it_has_alone(llm, plain, prompts, seed):
+    draw = random.Random(seed)
+    engine = with_bursts(llm, max_rows=draw.choice([2, 5, 8]), page_tokens=4)
+    waiting, running, cancelled = [], [], set()
+    for text in prompts * 2:
+        params = replace(draw.choice([GREEDY, WARM]), max_tokens=draw.randint(1, 25), ignore_eos=True)
+        tokens = plain.generate(text, params).token_ids
+        if draw.random() < 0.5:  # a stop somewhere in the middle
+            params = replace(params, stop_token_ids=(draw.choice(tokens),))
+        waiting.append((text, params))
+    while waiting or engine.has_work:
+        if waiting and draw.random() < 0.4:
+            text, params = waiting.pop()
+            running.append((text, params, engine.add(text, params)[0]))
+        engine.step()
+        if running and draw.random() < 0.05:
+            request = draw.choice(running)[2]
+            cancelled |= {request.number} if request.finish_reason is None else set()
+            engine.cancel(request)
+    for text, params, request in running:
+        want, got = plain.generate(text, params).token_ids, request.completion.token_ids
+        assert got == (want[: len(got)] if request.number in cancelled else want)
+    assert engine.report().kv.active_bytes == 0

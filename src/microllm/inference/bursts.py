@@ -2,8 +2,8 @@
 
 Place: the engine begins one where a planned step is of decoding rows alone whose next tokens need nothing from the
 host, and goes on from burst to burst until somebody waits, a row runs out of pages, or all have ended. A row that ends
-within a burst runs on in it, and in the one behind it; its tokens there are dropped, and its pages stay its own until
-both are over.
+within a burst runs on in it, and in the one behind it, over pages that it still has; its tokens there are dropped, its
+pages stay its own until all is over, and in later bursts, for which it has none, it idles.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class Bursts:
         return touched
 
     def _launch(self, flight: Flight) -> None:
-        flight.readers.append(self._runner.go_on(flight.burst, flight.requests))
+        ended = [row for row, request in enumerate(flight.requests) if request.finish_reason is not None]
+        flight.readers.append(self._runner.go_on(flight.burst, flight.requests, ended))
         flight.num_launched += BURST_STEPS
 
     def _goes_on(self, flight: Flight) -> bool:

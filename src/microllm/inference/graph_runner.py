@@ -114,10 +114,12 @@ class GraphRunner:
         return burst
 
     @torch.inference_mode()
-    def go_on(self, burst: CapturedBurst, requests: Sequence[Request]) -> TokenReader:
-        """Run a burst of requests after what runs already; return what reads its tokens."""
+    def go_on(self, burst: CapturedBurst, requests: Sequence[Request], ended: Sequence[int]) -> TokenReader:
+        """Run a burst of requests after what runs already, rows ``ended`` idle; return what reads its tokens."""
         for request in requests:
             write_table(self._tables, request)
+        if ended:
+            burst.rows.idle(ended)
         self._tables.rows(burst.rows.group.slots, burst.arena.table)
         burst.rows.rewind()
         for _ in range(BURST_STEPS):

@@ -60,6 +60,11 @@ class DecodeRows:
         self._whole.copy_(torch.tensor(whole).T)
         self._real.copy_(torch.tensor(real).T)
 
+    def idle(self, rows: Sequence[int]) -> None:
+        """Let some rows run no further, from the next step on."""
+        positions = self.group.positions.view(-1)
+        positions.index_fill_(0, torch.tensor(rows, device=positions.device), -1)
+
     def rewind(self) -> None:
         """Let the next step write the history's first line."""
         self.step.zero_()
