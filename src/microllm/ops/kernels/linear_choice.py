@@ -5,9 +5,9 @@ of {N, K} what fixes the bits of the mma form (WARPS_K, KB, SUMS) and the most r
 of {M, N, K}, M rounded up to a bucket, the form (0 fma, 1 mma, 2 tile) and that form's blocks.
 
 The defaults are an H200's: one row takes fp32 multiply-adds; up to 16 rows matrix instructions straight from memory;
-from 17 rows on tiles. Inside ``batch_invariant`` every number of
-rows takes the mma form. In fp32, which has no such instructions, and on AMD, whose lanes hold other fragments, tiles of
-16 rows stand in for it.
+from 17 rows on tiles, for narrow matrices where there is shared memory for long steps. Inside ``batch_invariant`` every
+number of rows takes the mma form. In fp32, which has no such instructions, and on AMD, whose lanes hold other fragments,
+tiles of 16 rows stand in for it.
 
 Axes:    M = rows, N = rows of the weight, NY = outputs, K = in, J = positions of a weight row
 """
@@ -80,7 +80,7 @@ def choose(matrix: Matrix, M: int, target: Target, device: str, one_order: bool)
     order = _order(matrix) | (tuned(matrix.op, {"N": matrix.N, "K": matrix.K}, matrix.dtype, device) or {})
     bucket = next((size for size in BUCKETS if size >= M), BUCKETS[-1])
     found = tuned(matrix.op, {"M": bucket, "N": matrix.N, "K": matrix.K}, matrix.dtype, device) or {}
-    form = FORMS[found["form"]] if found else _form(matrix, M, order["fma_rows"])
+    form = FORMS[found["form"]] if found else _form(matrix, M, order["fma_rows"], target)
     if one_order and form != "mma":
         form, found = "mma", {}
     if form == "mma" and target != INTERPRETER and (matrix.dtype == torch.float32 or target.warp_size != 32):
@@ -101,10 +101,11 @@ def _only(tile: Tile, names: tuple[str, ...]) -> Tile:
     return {name: tile[name] for name in names}
 
 
-def _form(matrix: Matrix, M: int, fma_rows: int) -> str:
+def _form(matrix: Matrix, M: int, fma_rows: int, target: Target) -> str:
     if M <= fma_rows:
         return "fma"
-    return "tile" if M > 16 else "mma"
+    fills = matrix.outputs >= WIDE or target.shared_bytes >= MUCH_SHARED_BYTES
+    return "tile" if M > BUCKETS[-1] or (M > 16 and fills) else "mma"
 
 
 def _order(matrix: Matrix) -> Tile:
