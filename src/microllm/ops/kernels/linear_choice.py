@@ -6,8 +6,8 @@ of {M, N, K}, M rounded up to a bucket, the form (0 fma, 1 mma, 2 tile) and that
 
 The defaults are an H200's: one row takes fp32 multiply-adds; up to 16 rows matrix instructions straight from memory;
 from 17 rows on tiles, for narrow matrices where there is shared memory for long steps. Inside ``batch_invariant`` every
-number of rows takes the mma form. In fp32, which has no such instructions, and on AMD, whose lanes hold other fragments,
-tiles of 16 rows stand in for it.
+number of rows takes the mma form. In fp32, which has no such instructions, and on AMD, whose lanes hold other
+fragments, tiles of 16 rows stand in for it.
 
 Axes:    M = rows, N = rows of the weight, NY = outputs, K = in, J = positions of a weight row
 """
