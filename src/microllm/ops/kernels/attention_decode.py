@@ -222,7 +222,7 @@ def blocks(D: int, split: int, *, fp32: bool, fp8: bool) -> dict[str, int]:
     """Return what of a launch decides a query's bits, by head, split and dtypes alone."""
     width = padded(D)
     keys = 32 if fp32 or fp8 or width > 128 else 64
-    ahead = max(2, min(6, (192 if fp32 else 384) // width))  # more of them spill
+    ahead = max(2, min(6, (192 if fp32 else 512 if fp8 else 384) // width))  # others spill, by a few bytes
     return {"BLOCK_D": width, "BLOCK_K": min(keys, padded(split)), "AHEAD": ahead}
 
 
