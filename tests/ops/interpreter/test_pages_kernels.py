@@ -77,7 +77,7 @@ def test_any_number_of_programs_gives_the_same_bits_and_leaves_its_counters_at_z
     for count in (1, 3):
         monkeypatch.setattr(attention_decode, "NUM_PROGRAMS", count)
         assert torch.equal(ops.attention_decode(*call, scale=0.25, split=16), want)
-    assert not attention_decode._zeros(torch.device("cpu"), 0, 16).any()
+    assert not attention_decode.zeros(torch.device("cpu"), 0, 16).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
