@@ -102,14 +102,11 @@ class GraphRunner:
             parts.append(self.model.head_weight_VD.new_empty(0, self.model.head_weight_VD.shape[0]))
         return parts[0] if len(parts) == 1 else torch.cat(parts), starts
 
-    def choosing(self, rows: Sequence[DecodeRow]) -> Choosing:
-        """Return how a burst of these rows chooses its tokens."""
-        return "sampled" if any(row.temperature > 0 for row in rows) else "greedy"
-
     @torch.inference_mode()
     def begin(self, rows: Sequence[DecodeRow], num_tokens: int) -> CapturedBurst:
         """Give the rows of the bursts that follow, which choose among the vocabulary's first; return what runs them."""
-        burst = self._burst(bucket(len(rows)), self.choosing(rows), num_tokens)
+        choosing: Choosing = "sampled" if any(row.temperature > 0 for row in rows) else "greedy"
+        burst = self._burst(bucket(len(rows)), choosing, num_tokens)
         burst.rows.fill(rows)
         return burst
 

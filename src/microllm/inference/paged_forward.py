@@ -22,12 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from microllm import ops
+from microllm.inference.runner import KV_SPLIT
 from microllm.model import Transformer
 from microllm.model.transformer import Block, Linear
 from microllm.step import PagePool, RowGroup
-
-KV_SPLIT = 256
-"""Tokens of a block of keys, counted from position 0, where a prompt attends."""
 
 
 class PackedBlock(NamedTuple):
