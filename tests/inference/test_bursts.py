@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from microllm import SamplingParams, ops
+from microllm.errors import ConfigError
 from microllm.inference import Engine, EngineConfig
 from microllm.inference.bursts import Bursts, count_tokens
 from microllm.inference.graph_runner import GraphRunner, padded_width
@@ -44,6 +45,47 @@ def plain(llm):
 
 def tokens(completions):
     return [(c.token_ids, c.text, c.finish_reason) for c in completions]
+
+
+def test_what_is_prewarmed_is_made_once_and_leaves_no_request_cold(llm, plain, prompts):
+    engine = with_bursts(llm, max_rows=6, max_step_tokens=96)
+    report = engine.prewarm()
+    shapes = {(shape.kind, shape.num_rows, shape.width) for shape in report.shapes}
+    assert shapes == {(kind, rows, 1) for kind in ("decode", "greedy", "sampled") for rows in (1, 2, 4, 8)} | {
+        ("prompt", 1, width) for width in (16, 32, 48, 64, 80, 96)
+    }
+    assert report.num_bytes == engine._runner.arena_bytes > 0 < report.ms
+    assert engine.prewarm().shapes == ()
+    for text, params in zip(prompts, (GREEDY, WARM, replace(GREEDY, logprobs=1)) * 2, strict=True):
+        (request,) = engine.add(text, params)
+        while engine.has_work:
+            engine.step()
+        assert not request.cold
+        assert request.completion.token_ids == plain.generate(text, params).token_ids
+
+
+def test_who_meets_a_shape_first_is_cold(llm):
+    engine, colds = with_bursts(llm), []
+    engine.prewarm(buckets=(1,), lengths=(4,))
+    for rows in (1, 2, 2, 2):  # prompts of two rows are captured when they are met again
+        requests = [engine.add("the", replace(GREEDY, seed=row))[0] for row in range(rows)]
+        while engine.has_work:
+            engine.step()
+        colds.append({request.cold for request in requests})
+    assert colds == [{False}, {True}, {True}, {False}]
+
+
+@pytest.mark.parametrize("wrong", [{"buckets": (0,)}, {"buckets": (3,)}, {"lengths": (0,)}, {"lengths": (500,)}])
+def test_shapes_that_no_step_has_are_refused(llm, wrong):
+    with pytest.raises(ConfigError, match=f"got {next(iter(wrong))}=.*need numbers from 1 to"):
+        with_bursts(llm, max_rows=2).prewarm(**wrong)
+
+
+def test_a_cpu_has_nothing_to_make(plain):
+    assert plain.prewarm().shapes == ()
+    (request,) = plain.add("the", GREEDY)
+    plain.step()
+    assert not request.cold
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM, replace(GREEDY, logprobs=2), replace(WARM, repetition_penalty=1.3)])

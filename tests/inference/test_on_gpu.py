@@ -45,6 +45,21 @@ def test_the_captured_engine_gives_the_tokens_of_the_cpu_and_captures_no_shape_t
 
 
 @pytest.mark.gpu
+def test_a_prewarmed_engine_captures_nothing_more_for_a_lone_request(llm):
+    engine = Engine(LLM(copy.deepcopy(llm.transformer).to("cuda"), llm.tokenizer), EngineConfig(max_rows=8))
+    report = engine.prewarm()
+    captured = engine._runner.graphs.num_captured
+    assert captured == len(report.shapes) > 0
+    assert engine.prewarm().shapes == ()
+    for params in (KINDS[2], replace(KINDS[2], temperature=0)):
+        (request,) = engine.add("the cat", params)
+        while engine.has_work:
+            engine.step()
+        assert not request.cold
+    assert engine._runner.graphs.num_captured == captured
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_repeats_itself_and_streams(llm, dtype):
     half = LLM(copy.deepcopy(llm.model).to("cuda", dtype), llm.tokenizer)

@@ -43,6 +43,7 @@ def test_chat_gives_what_the_engine_gives(client, oracle, settled):
     assert answer.usage.prompt_tokens == len(prompt)
     assert answer.usage.completion_tokens == len(want.token_ids)
     assert answer.usage.total_tokens == len(prompt) + len(want.token_ids)
+    assert answer.usage.model_extra == {"cold": False}
     assert answer.id.startswith("chatcmpl-")
     assert answer.system_fingerprint.endswith("fp32-cpu")
 

@@ -40,7 +40,7 @@ class Bursts:
     """The bursts of one engine, at most two under way; they choose among the vocabulary's first ``num_tokens``."""
 
     def __init__(self, runner: GraphRunner, scheduler: Scheduler, num_tokens: int) -> None:
-        self._runner, self._scheduler, self._num_tokens = runner, scheduler, num_tokens
+        self._runner, self._scheduler, self.num_tokens = runner, scheduler, num_tokens
         self._flight: Flight | None = None
 
     @property
@@ -56,7 +56,7 @@ class Bursts:
             return False
         self._flight = Flight(
             requests=[chunk.request for chunk in chunks], first_positions=[chunk.start for chunk in chunks],
-            burst=self._runner.begin([_row(chunk) for chunk in chunks], self._num_tokens),
+            burst=self._runner.begin([_row(chunk) for chunk in chunks], self.num_tokens),
             num_waiting=len(self._scheduler.waiting),
         )  # fmt: skip
         self._launch(self._flight)

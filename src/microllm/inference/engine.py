@@ -19,11 +19,12 @@ from microllm.inference.bursts import Bursts, count_tokens
 from microllm.inference.completion import Completion, StreamPiece
 from microllm.inference.draft_model import ModelProposer
 from microllm.inference.engine_config import EngineConfig
-from microllm.inference.graph_runner import BURST_STEPS, GraphRunner
+from microllm.inference.graph_runner import BURST_STEPS, GraphRunner, padded_width
 from microllm.inference.llm import LLM, PACKED_PRECISIONS, Prompt, as_batch, checked_params, choose_device, one_choice
+from microllm.inference.prewarm import PrewarmReport
 from microllm.inference.request import Request
 from microllm.inference.runner import ModelRunner
-from microllm.inference.scheduler import Scheduler
+from microllm.inference.scheduler import Chunk, Scheduler
 from microllm.inference.sequence import GeneratedSequence
 from microllm.inference.verify import accept_tokens
 from microllm.sampling import SamplingParams
@@ -102,6 +103,24 @@ class Engine:
         self.lock = threading.RLock()
         self._num_requests = self._num_steps = 0
 
+    def prewarm(self, buckets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> PrewarmReport:
+        """Capture and compile, before requests come, what runs ``buckets`` of decoding rows and prompts of ``lengths``.
+
+        None: any number of rows, and chunks of a prompt of any length. What is there already is left as it is; a CPU
+        has nothing to make. A request that meets a shape which is not ready makes it, and is ``cold``.
+
+        Raises:
+            ConfigError: a number below 1, rows beyond ``max_rows``, or a prompt longer than a step.
+        """
+        most, longest = self.config.num_rows, min(self.config.step_tokens, self.context)
+        lengths = [padded_width(n) for n in range(1, longest + 1)] if lengths is None else lengths
+        for name, values, limit in (("buckets", buckets or (), most), ("lengths", lengths, padded_width(longest))):
+            if any(not 1 <= value <= limit for value in values):
+                raise ConfigError(f"got {name}={list(values)}; need numbers from 1 to {limit}")
+        num_tokens = None if self._bursts is None else self._bursts.num_tokens
+        with self.lock:
+            return PrewarmReport(tuple(self._runner.prewarm(buckets, lengths, num_tokens)))
+
     def add(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: bytes = b"") -> list[Request]:
         """Queue a prompt; return its requests, one for each of its ``n`` choices.
 
@@ -126,13 +145,16 @@ class Engine:
             chunks = self.scheduler.plan()
             if not chunks:
                 return touched
+            num_cold = self._runner.num_cold
             if self._bursts is not None and self._bursts.begin(chunks):
+                self._mark(chunks, num_cold)
                 return touched + self._land(self._bursts.land)
             for chunk in chunks:
                 if chunk.start == chunk.request.cached_prefix_tokens and not chunk.request.preemptions:
                     chunk.request.sequence.start()
             touched += [chunk.request for chunk in chunks if chunk.reaches_end]
             logits, firsts = self._runner.run(chunks)
+            self._mark(chunks, num_cold)
             num_kept = accept_tokens(
                 chunks, logits, firsts, row_by_row=self._runner.same_bits,
                 diagnosed_step=self._num_steps if self.config.diagnose else None,
@@ -252,6 +274,12 @@ class Engine:
                 f"(the engine's max_context is {self.context}); shorten it or raise max_context"
             )
         sequence.max_new_tokens = min(sequence.max_new_tokens, room)
+
+    def _mark(self, chunks: Sequence[Chunk], num_cold: int) -> None:
+        """Mark the requests of a step that made a shape."""
+        if self._runner.num_cold > num_cold:
+            for chunk in chunks:
+                chunk.request.cold = True
 
     def _land(self, bursts: Callable[[], list[Request]]) -> list[Request]:
         """Hand out tokens of bursts; end the requests that are through, once no burst runs over their pages."""

@@ -12,6 +12,7 @@ Axes:    A = rows, T = tokens a row, V = vocabulary
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from microllm import ops
 from microllm.inference.paged_forward import Arena, PagedForward
+from microllm.inference.prewarm import WarmedShape
 from microllm.inference.request import Request
 from microllm.inference.runner import write_table
 from microllm.inference.scheduler import Chunk
@@ -33,6 +35,7 @@ BURST_STEPS = 4
 MAX_PREFILL_TOKENS = 4096
 """Tokens of prompts that run as one: as many as keep a GPU busy."""
 Choosing = Literal["greedy", "sampled"]
+_CHOOSING: tuple[Choosing, ...] = ("greedy", "sampled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,10 @@ class GraphRunner:
     """A model with a page pool, on a GPU."""
 
     same_bits = False
+    num_cold = 0
+    """Shapes that were made when a step met them, or by ``prewarm``."""
+    arena_bytes = 0
+    """Bytes of all buffers that shapes keep."""
 
     def __init__(
         self, model: Transformer, pool: PagePool, *, num_slots: int, context: int, deterministic: bool,
@@ -66,7 +73,7 @@ class GraphRunner:
         self.model, self.device = model, model.norm.weight.device
         self.forward = PagedForward(model, pool, context=context, one_tiling=deterministic)
         self.graphs = Graphs(self.device, enabled=captures)
-        self._deterministic, self._max_drafts = deterministic, max_drafts
+        self._deterministic, self._max_drafts, self._num_slots = deterministic, max_drafts, num_slots
         self._tables = PageTables(num_slots, self.forward.pages_a_row, self.device)
         self._passes: dict[tuple[int, int, int], Captured] = {}
         self._bursts: dict[tuple[int, Choosing], CapturedBurst] = {}
@@ -101,6 +108,38 @@ class GraphRunner:
         if not parts:  # chunks that end within their prompts
             parts.append(self.model.head_weight_VD.new_empty(0, self.model.head_weight_VD.shape[0]))
         return parts[0] if len(parts) == 1 else torch.cat(parts), starts
+
+    @torch.inference_mode()
+    def prewarm(
+        self, buckets: Sequence[int] | None, lengths: Sequence[int], num_tokens: int | None
+    ) -> list[WarmedShape]:
+        """Make ready what decodes some numbers of rows (None: any), and a prompt of each length; return what was not.
+
+        ``num_tokens`` of the vocabulary are chosen from in bursts, None where there are none.
+        """
+        made: list[WarmedShape] = []
+        for num_rows in sorted({bucket(n) for n in buckets or range(1, self._num_slots + 1)}):
+            for width in sorted({1, 1 + self._max_drafts}):
+                made += self._made("decode", num_rows, width, lambda n=num_rows, t=width: self._pass(n, t, -1))
+            for choosing in _CHOOSING if num_tokens else ():
+                made += self._made(
+                    choosing, num_rows, 1, lambda n=num_rows, c=choosing: self._burst(n, c, num_tokens or 0)
+                )
+        for width in sorted({padded_width(n) for n in lengths}):
+            self._met.add((1, width))
+            made += self._made("prompt", 1, width, lambda t=width: self._pass(1, t, 1))
+        return made
+
+    def _made(self, kind: str, num_rows: int, width: int, make: Callable[[], object]) -> list[WarmedShape]:
+        """Return the shape that ``make`` makes, or nothing where it was there."""
+        num_cold, num_bytes, started = self.num_cold, self.arena_bytes, time.perf_counter()
+        make()
+        if self.num_cold == num_cold:
+            return []
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        ms = 1e3 * (time.perf_counter() - started)
+        return [WarmedShape(kind=kind, num_rows=num_rows, width=width, ms=ms, num_bytes=self.arena_bytes - num_bytes)]
 
     @torch.inference_mode()
     def begin(self, rows: Sequence[DecodeRow], num_tokens: int) -> CapturedBurst:
@@ -155,6 +194,7 @@ class GraphRunner:
         if (num_rows, width) in self._met:
             return self._pass(num_rows, width, num_rows)
         self._met.add((num_rows, width))
+        self.num_cold += 1
         group = RowGroup(num_rows, width, decodes=False, device=self.device)
         return self._captured(group, Arena(self.forward, group, num_rows), captures=False)
 
@@ -166,7 +206,9 @@ class GraphRunner:
             arena = Arena(self.forward, group, num_rows * width if num_wanted < 0 else num_wanted)
             if num_wanted < 0:
                 arena.wanted.copy_(torch.arange(num_rows * width))
-            self._passes[key] = self._captured(group, arena, captures=True)
+            self._passes[key] = found = self._captured(group, arena, captures=True)
+            self.num_cold += 1
+            self.arena_bytes += arena.num_bytes + found.logits.nbytes
         return self._passes[key]
 
     def _captured(self, group: RowGroup, arena: Arena, *, captures: bool) -> Captured:
@@ -211,6 +253,8 @@ class GraphRunner:
 
         rows.rewind()
         found = CapturedBurst(rows, arena, self.graphs.capture(step))
+        self.num_cold += 1
+        self.arena_bytes += arena.num_bytes + logits.nbytes
         self._bursts[num_rows, choosing] = found
         return found
 

@@ -60,6 +60,11 @@ class Arena:
         self.wanted = torch.zeros(num_wanted, dtype=torch.int64, device=like.device)
         self.picked, self.last = like.new_empty(num_wanted, D), like.new_empty(num_wanted, D)
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in vars(self).values())
+
 
 class PagedForward:
     """A Transformer's weights, packed, over a pool of pages."""

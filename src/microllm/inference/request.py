@@ -46,6 +46,8 @@ class Request:
         """How many of its pages the device's table has."""
         self.origins: list[TokenOrigin] = []
         """Where each of its tokens was made, where the engine diagnoses."""
+        self.cold = False
+        """Whether it was in a step whose shape had to be made first (``Engine.prewarm``)."""
         self.cached_prefix_tokens = 0
         self.preemptions = 0
         self.submitted_step = self.max_steps = 0

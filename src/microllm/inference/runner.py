@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from microllm import ops
+from microllm.inference.prewarm import WarmedShape
 from microllm.inference.request import Request
 from microllm.inference.scheduler import Chunk
 from microllm.model import Transformer
@@ -48,6 +49,8 @@ class ModelRunner:
     ``same_bits``: a token's keys and values have the same bytes whether a prompt's chunk or decoding wrote them.
     """
 
+    num_cold = arena_bytes = 0
+
     def __init__(
         self, model: Transformer, pool: PagePool, *, num_slots: int, context: int, deterministic: bool, max_drafts: int
     ) -> None:
@@ -59,6 +62,12 @@ class ModelRunner:
         self._decode_groups: dict[tuple[int, int], RowGroup] = {}
         self._cos_CK, self._sin_CK = (t[0] for t in model.rotary(torch.arange(context, device=self.device)[None]))
         self._linear = ops.linear_one_tiling if deterministic and not self.same_bits else ops.linear
+
+    def prewarm(
+        self, buckets: Sequence[int] | None, lengths: Sequence[int], num_tokens: int | None
+    ) -> list[WarmedShape]:
+        """Return nothing: a step runs operator by operator, and no shape of it is made ahead."""
+        return []
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, list[int]]:

@@ -86,6 +86,7 @@ class Reply:
             prompt_tokens=self.num_prompt_tokens, completion_tokens=ticket.num_tokens,
             total_tokens=self.num_prompt_tokens + ticket.num_tokens,
             prompt_tokens_details=CachedTokens(cached_tokens=ticket.cached_tokens),
+            cold=ticket.cold,
         )  # fmt: skip
 
     def whole(self, ticket: Ticket) -> ChatAnswer | CompletionAnswer:

@@ -55,6 +55,7 @@ def ticket_facts(ticket: Ticket) -> dict[str, Any]:
     first = ticket.first_token_s
     return {
         "completion_tokens": ticket.num_tokens, "cached_tokens": ticket.cached_tokens, "finish": ticket.ending,
+        "cold": ticket.cold,
         "ttft_ms": None if first is None else round(1e3 * (first - ticket.submitted_s), 3),
     }  # fmt: skip
 

@@ -57,6 +57,8 @@ class EngineFacts:
     defaults: dict[str, Any]
     load_ms: float
     warm_ms: float
+    warm_shapes: int
+    warm_bytes: int
 
 
 class Ticket:
@@ -69,6 +71,7 @@ class Ticket:
         self.first_token_s: float | None = None
         self.last_token_s: dict[int, float] = {}
         self.cached_tokens = self.num_tokens = 0
+        self.cold = False
         self._is_accepted = asyncio.get_running_loop().create_future()
         self._pieces: list[Piece] = []
         self._wake = asyncio.Event()
@@ -244,7 +247,8 @@ class EngineClient:
         config = self._config
         options = {
             "model": config.model, "device": config.device, "precision": config.precision,
-            "num_threads": config.num_threads, "replica": self.index, "engine": asdict(config.engine),
+            "num_threads": config.num_threads, "replica": self.index, "prewarm": config.prewarm,
+            "engine": asdict(config.engine),
         }  # fmt: skip
         writer.write(encode_frame({"load": options}))
         try:

@@ -28,6 +28,7 @@ import torch
 from microllm.errors import MicroLLMError, RequestError
 from microllm.inference import Engine, EngineConfig, Request, load
 from microllm.inference.engine import engine_precision
+from microllm.inference.prewarm import PrewarmReport
 from microllm.sampling import SamplingParams
 from microllm.serving.wire import FrameReader, Message, encode_frame
 
@@ -142,7 +143,7 @@ class EngineLoop:
         if piece.finish_reason is not None:
             facts = {
                 "cached_tokens": request.cached_prefix_tokens, "preemptions": request.preemptions,
-                "error": request.completion.error,
+                "cold": request.cold, "error": request.completion.error,
             }  # fmt: skip
             del self._place[request]
             if not any(other in self._place for other in self._requests[number]):
@@ -200,6 +201,7 @@ def load_engine(options: Message) -> tuple[Engine, Message]:
     known = llm.tokenizer.known_ids_mask(llm.config.vocab_size).nonzero()[:, 0].tolist()
     pool_tokens = engine.pool.num_pages * config.page_tokens
     longest = min(engine.context, pool_tokens + 1)
+    warmed = engine.prewarm() if options["prewarm"] else PrewarmReport(())
     # The first use of each path costs more than all later ones: before anybody waits for it.
     engine.generate([known[:1] * max(1, min(32, longest - 2))], SamplingParams(temperature=0, max_tokens=2))
     defaults = {name: getattr(llm.default_params, name) for name in CHECKPOINT_SAMPLING}
@@ -207,6 +209,7 @@ def load_engine(options: Message) -> tuple[Engine, Message]:
         "precision": llm.precision, "device": str(llm.device), "longest_tokens": longest, "pool_tokens": pool_tokens,
         "page_tokens": config.page_tokens, "max_rows": config.num_rows, "defaults": defaults,
         "load_ms": 1e3 * (loaded - started), "warm_ms": 1e3 * (time.perf_counter() - loaded),
+        "warm_shapes": len(warmed.shapes), "warm_bytes": warmed.num_bytes,
     }  # fmt: skip
     return engine, facts
 

@@ -45,6 +45,7 @@ class Metrics:
         )
         for reason in ("stop", "length", "error", "cancelled"):
             self.finished.labels(reason)
+        self.cold = self._counter("choices_cold", "Choices in whose steps something had to be captured first.")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts let in.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens generated.")
         self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to a choice's first token.", _SECONDS)

@@ -144,12 +144,13 @@ class CachedTokens(BaseModel):
 
 
 class Usage(BaseModel):
-    """How many tokens went in and came out."""
+    """How many tokens went in and came out; ``cold``: a step of the request had to be captured first."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    cold: bool
 
 
 class TopLogprob(BaseModel):

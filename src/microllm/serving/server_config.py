@@ -54,6 +54,8 @@ class ServerConfig:
     """Start from the sampling parameters that the checkpoint's author published, where a request names none."""
     allow_control_tokens: bool = False
     """Let message content spell control tokens of the chat template, and so forge turns."""
+    prewarm: bool = True
+    """Make a GPU's steps ready before the first request is let in; a CPU has nothing to make."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:

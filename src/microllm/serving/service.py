@@ -206,6 +206,9 @@ class Service:
 
     def _on_piece(self, ticket: Ticket, piece: Piece) -> None:
         self.metrics.note(ticket, piece)
+        if piece.facts is not None and piece.facts["cold"]:
+            ticket.cold = True
+            self.metrics.cold.inc()
         if piece.facts is not None and piece.choice % ticket.choices_a_prompt == 0:
             ticket.cached_tokens += piece.facts["cached_tokens"]
 
