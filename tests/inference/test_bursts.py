@@ -9,8 +9,7 @@ import torch
 from microllm import SamplingParams, ops
 from microllm.errors import ConfigError
 from microllm.inference import Engine, EngineConfig
-from microllm.inference.bursts import Bursts, count_tokens
-from microllm.inference.graph_runner import GraphRunner, padded_width
+from microllm.inference.graph_runner import padded_width
 from microllm.inference.paged_forward import Arena, PagedForward
 from microllm.step import RowGroup
 
@@ -20,14 +19,7 @@ WARM = SamplingParams(temperature=0.8, seed=3, top_k=40, max_tokens=17)
 
 def with_bursts(llm, **options):
     """Return an engine that runs as on a GPU."""
-    engine = Engine(llm, EngineConfig(deterministic=False, **options))
-    engine._runner = GraphRunner(
-        llm.transformer, engine.pool, num_slots=engine.config.num_rows, context=engine.context, deterministic=False,
-        max_drafts=engine.config.speculate, captures=False,
-    )  # fmt: skip
-    engine.scheduler._same_bits = False
-    engine._bursts = Bursts(engine._runner, engine.scheduler, count_tokens(llm.config.vocab_size, llm.banned_ids))
-    return engine
+    return Engine(llm, EngineConfig(deterministic=False, steps="uncaptured", **options))
 
 
 def until_a_burst_is_under_way(engine):

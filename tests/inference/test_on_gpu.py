@@ -8,7 +8,7 @@ import torch
 
 from microllm import LLM, SamplingParams
 from microllm.inference import Engine, EngineConfig
-from microllm.inference.llm import choose_device
+from microllm.inference.placement import choose_device
 
 KINDS = [
     SamplingParams(temperature=0, max_tokens=20, min_tokens=20, logprobs=2, prompt_logprobs=2),
@@ -20,7 +20,7 @@ KINDS = [
 @pytest.mark.gpu
 def test_a_gpu_gives_the_tokens_of_the_cpu(llm, prompts):
     assert choose_device("auto").type == "cuda"
-    on_gpu = LLM(copy.deepcopy(llm.model).to("cuda"), llm.tokenizer)
+    on_gpu = LLM(copy.deepcopy(llm.model).to("cuda"), llm.tokenizer, captured=False)
     for params in KINDS:
         expected, got = llm.generate(prompts, params), on_gpu.generate(prompts, params)
         assert [c.token_ids for c in got] == [c.token_ids for c in expected]
@@ -42,6 +42,25 @@ def test_the_captured_engine_gives_the_tokens_of_the_cpu_and_captures_no_shape_t
     engine.generate(prompts, KINDS[2])
     assert engine._runner.graphs.num_captured <= captured + 2  # a width of prompts may be new, a number of rows is not
     assert engine.report().kv.active_bytes == 0
+
+
+@pytest.mark.gpu
+def test_generate_runs_captured_keeps_its_engine_and_gives_the_eager_tokens(llm, prompts):
+    on_gpu = LLM(copy.deepcopy(llm.transformer).to("cuda"), llm.tokenizer)
+    eager = on_gpu.uncaptured()
+    for params in KINDS:
+        for _ in range(3):
+            got = on_gpu.generate(prompts, params)
+        assert [c.token_ids for c in got] == [c.token_ids for c in eager.generate(prompts, params)]
+        one = replace(params, n=1)
+        pieces = list(on_gpu.stream(prompts[0], one))
+        assert [(p.text, p.token_ids) for p in pieces] == [(p.text, p.token_ids) for p in eager.stream(prompts[0], one)]
+    (kept,) = on_gpu._engines._kept.values()
+    captured = kept.engine._runner.graphs.num_captured
+    assert captured > 0
+    on_gpu.generate(prompts, KINDS[2])
+    assert kept.engine._runner.graphs.num_captured == captured
+    assert list(on_gpu._engines._kept.values()) == [kept]
 
 
 @pytest.mark.gpu

@@ -57,7 +57,7 @@ class Generate:
         """Return the model, and the prompt as it takes it: text, or the ids that the chat template gives."""
         from microllm.errors import RequestError
         from microllm.inference import load
-        from microllm.inference.engine import engine_precision
+        from microllm.inference.placement import engine_precision
 
         prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
         if not prompt:

@@ -33,7 +33,7 @@ class Probe:
         from rich.table import Column, Table
 
         from microllm.inference import load
-        from microllm.inference.engine import engine_precision
+        from microllm.inference.placement import engine_precision
         from microllm.lab.probe import probe_batch_invariance
 
         llm = load(self.model, device=self.device, precision=engine_precision(self.precision, self.device))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from microllm.errors import ConfigError, RequestError
 from microllm.inference.bursts import Bursts, count_tokens
@@ -20,8 +20,9 @@ from microllm.inference.completion import Completion, StreamPiece
 from microllm.inference.draft_model import ModelProposer
 from microllm.inference.engine_config import EngineConfig
 from microllm.inference.graph_runner import BURST_STEPS, GraphRunner, padded_width
-from microllm.inference.llm import LLM, PACKED_PRECISIONS, Prompt, as_batch, checked_params, choose_device, one_choice
+from microllm.inference.placement import PACKED_PRECISIONS
 from microllm.inference.prewarm import PrewarmReport
+from microllm.inference.prompts import Prompt, as_batch, checked_params, one_choice
 from microllm.inference.request import Request
 from microllm.inference.runner import ModelRunner
 from microllm.inference.scheduler import Chunk, Scheduler
@@ -30,6 +31,9 @@ from microllm.inference.verify import accept_tokens
 from microllm.sampling import SamplingParams
 from microllm.sampling.draft import Draft, NgramProposer
 from microllm.step import PageAllocator, PagePool, PoolUse, count_pages, layer_dtypes, page_bytes
+
+if TYPE_CHECKING:
+    from microllm.inference.llm import LLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +92,12 @@ class Engine:
         )  # fmt: skip
         self.pool = PagePool(llm.config, num_pages, page_tokens=config.page_tokens, dtypes=dtypes, device=llm.device)
         deterministic = llm.device.type == "cpu" if config.deterministic is None else config.deterministic
-        self._runner = (GraphRunner if llm.device.type == "cuda" else ModelRunner)(
-            model, self.pool, num_slots=config.num_rows, context=context, deterministic=deterministic,
-            max_drafts=config.speculate,
-        )  # fmt: skip
+        shape = {"num_slots": config.num_rows, "context": context, "max_drafts": config.speculate}
+        if config.steps == "plain" or (config.steps == "auto" and llm.device.type != "cuda"):
+            self._runner = ModelRunner(model, self.pool, deterministic=deterministic, **shape)
+        else:
+            captures = config.steps == "auto"
+            self._runner = GraphRunner(model, self.pool, deterministic=deterministic, captures=captures, **shape)
         num_tokens = count_tokens(llm.config.vocab_size, llm.banned_ids)
         self.scheduler = Scheduler(PageAllocator(num_pages), config, same_bits=self._runner.same_bits)
         self._bursts = (
@@ -243,7 +249,14 @@ class Engine:
         """Check all prompts, then queue all of them."""
         if not isinstance(salt, bytes):
             raise RequestError(f"got a salt of type {type(salt).__name__}; need bytes; encode it")
-        sequences = self.llm.sequences(prompts, params)
+        return self.submit(self.llm.sequences(prompts, params), salt=salt)
+
+    def submit(self, sequences: Sequence[GeneratedSequence], *, salt: bytes = b"") -> list[Request]:
+        """Queue sequences of this engine's model that have not begun, all or none; return their requests.
+
+        Raises:
+            RequestError: one is longer than the engine's context or could grow larger than the pool.
+        """
         with self.lock:
             requests = []
             for sequence in sequences:
@@ -294,11 +307,6 @@ class Engine:
         self.scheduler.remove(request)
         if request.finished_step is None:
             request.finished_step = self._num_steps
-
-
-def engine_precision(precision: str, device: str) -> str:
-    """Return what to ``load`` for an engine: fp32 in place of "auto" on a CPU, where that may be int4."""
-    return "fp32" if precision == "auto" and choose_device(device).type == "cpu" else precision
 
 
 class RequestStream(Iterator[StreamPiece]):

@@ -27,6 +27,8 @@ class EngineConfig:
         prefix_cache: Let a prompt use the pages of an earlier one that began alike.
         deterministic: Give a request the same bits whatever runs beside it; None does so on a CPU.
         speculate: Tokens that a row may guess ahead from its own text, 0 to 7; they change no token.
+        steps: What runs a step: "auto" (captured on a GPU, plain on a CPU), "uncaptured" (the GPU's fused pass, called
+            and not captured, on any device: for looking into it) or "plain" (operator by operator).
         diagnose: Keep a record of each token: where it was made, and the two likeliest ids.
 
     Raises:
@@ -43,11 +45,14 @@ class EngineConfig:
     prefix_cache: bool = True
     deterministic: bool | None = None
     speculate: int = 0
+    steps: Literal["auto", "uncaptured", "plain"] = "auto"
     diagnose: bool = False
 
     def __post_init__(self) -> None:
         if self.scheduler not in ("continuous", "serial"):
             raise ConfigError(f"got scheduler {self.scheduler!r}; need continuous or serial")
+        if self.steps not in ("auto", "uncaptured", "plain"):
+            raise ConfigError(f"got steps {self.steps!r}; need auto, uncaptured or plain")
         for name, least, most in (
             ("max_rows", 1, 4096), ("max_step_tokens", 2, 2**20), ("max_context", 2, 2**31), ("kv_bytes", 1, 2**63),
             ("page_tokens", 1, 256), ("speculate", 0, MAX_DRAFT),

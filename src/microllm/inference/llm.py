@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
-from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, cast, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from microllm.config import DtypeName, ModelConfig
-from microllm.errors import ConfigError, ModelNotFoundError, RequestError, UnavailableError
+from microllm.config import ModelConfig
+from microllm.errors import ConfigError, ModelNotFoundError, RequestError
 from microllm.inference.completion import Completion, Score, StreamPiece
 from microllm.inference.generator import generate_tokens, prefill
+from microllm.inference.own_engine import OwnEngines
+from microllm.inference.placement import PACKED_PRECISIONS, PRECISIONS, choose_device
 from microllm.inference.plan import Plan
+from microllm.inference.prompts import Prompt, as_batch, checked_params, is_list, one_choice
 from microllm.inference.sequence import IF_NOT_FINITE, GeneratedSequence
 from microllm.model import Transformer, load_model
 from microllm.sampling import SamplingParams
@@ -37,12 +37,9 @@ if TYPE_CHECKING:
     from microllm.io.hf_config import GenerationDefaults
     from microllm.io.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
 Message = Mapping[str, object]
 MAX_ROWS = 32
 """Sequences that run as one batch; further ones wait for the next batch."""
-PRECISIONS: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-PACKED_PRECISIONS = ("int8", "int4")
 
 
 def load(name: str | Path, *, device: str = "auto", precision: str = "auto", num_threads: int | None = None) -> LLM:
@@ -88,41 +85,22 @@ def load(name: str | Path, *, device: str = "auto", precision: str = "auto", num
     return LLM(model, tokenizer, defaults=checkpoint.generation, name=source.name, checkpoint=checkpoint)
 
 
-def choose_device(device: str) -> torch.device:
-    """Return the torch device that a name stands for.
-
-    Raises:
-        ConfigError: the name is none of "auto", "cpu", "cuda", "cuda:N".
-        UnavailableError: this machine, or this build of torch, has no such GPU.
-    """
-    kind, _, index = device.partition(":") if isinstance(device, str) else ("", "", "")
-    num_gpus = torch.cuda.device_count() if kind in ("auto", "cuda") else 0
-    if device in ("auto", "cpu"):
-        return torch.device("cuda:0" if num_gpus else "cpu")
-    if kind != "cuda" or (":" in device and not re.fullmatch("[0-9]{1,4}", index)):
-        raise ConfigError(f"got device {device!r}; need auto, cpu, cuda or cuda:N")
-    if int(index or 0) >= num_gpus:
-        build = torch.version.cuda or "no CUDA support"
-        raise UnavailableError(
-            f"got device {device!r}; torch {torch.__version__} ({build}) sees {num_gpus} CUDA devices; "
-            "use device='cpu', or a CUDA build of torch on a machine with a GPU"
-        )
-    return torch.device("cuda", int(index or 0))
-
-
 class LLM:
     """A model and its tokenizer.
 
-    Each call has a cache of its own and changes nothing here, so that threads may call at the same time; their
-    requests do not share batches. A prompt is text, with special tokens as the tokenizer's files ask, or token ids.
+    On a CPU each call has a cache of its own and changes nothing here. On a GPU calls run as captured steps, in an
+    engine that is made at the first one and kept; with ``captured`` False, and wherever ``runs_captured`` says so,
+    operator by operator. Threads may call at the same time; on a GPU their requests may share steps. A prompt is text,
+    with special tokens as the tokenizer's files ask, or token ids.
     """
 
     def __init__(
         self, model: Transformer | Plan, tokenizer: Tokenizer, *, defaults: GenerationDefaults | None = None,
-        name: str = "", checkpoint: Checkpoint | None = None,
+        name: str = "", checkpoint: Checkpoint | None = None, captured: bool = True,
     ) -> None:  # fmt: skip
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._defaults, self._checkpoint = defaults, checkpoint
+        self._engines = OwnEngines() if captured else None
         ids = {*model.config.eos_token_ids, *tokenizer.eos_ids, *(defaults.eos_token_ids if defaults else ())}
         self.eos_ids = frozenset(i for i in ids if i < model.config.vocab_size)
 
@@ -161,6 +139,13 @@ class LLM:
             raise ConfigError(f"got a plan of {self.precision} weights; need fp32 or bf16; load(..., precision='fp32')")
         return load_model(self._checkpoint, dtype=getattr(torch, PRECISIONS[self.precision]))
 
+    def uncaptured(self) -> LLM:
+        """Return the same model, one that runs operator by operator everywhere: for whoever looks at operators."""
+        return LLM(
+            self.model, self.tokenizer, defaults=self._defaults, name=self.name, checkpoint=self._checkpoint,
+            captured=False,
+        )  # fmt: skip
+
     @property
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters that the checkpoint's author published; used only where they are passed."""
@@ -185,9 +170,8 @@ class LLM:
         params = checked_params(params)
         batch, is_one = as_batch(prompts)
         sequences = self.sequences(batch, one_choice(params) if is_one else params)
-        for start in range(0, len(sequences), MAX_ROWS):
-            for _ in generate_tokens(self.model, sequences[start : start + MAX_ROWS]):
-                pass
+        for _ in self._steps(sequences):
+            pass
         completions = [sequence.completion() for sequence in sequences]
         return completions[0] if is_one else completions
 
@@ -198,7 +182,15 @@ class LLM:
             RequestError: as ``generate``, at once and not at the first piece.
         """
         (sequence,) = self.sequences([prompt], one_choice(checked_params(params)))
-        return CompletionStream(self.model, sequence)
+        return CompletionStream(self._steps([sequence]), sequence)
+
+    def _steps(self, sequences: Sequence[GeneratedSequence]) -> Generator[None]:
+        """Run sequences to their ends, pausing after each step; closed early, those that still run are cancelled."""
+        if self._engines is not None and self._engines.suit(self.model):
+            yield from self._engines.steps(self, sequences)
+            return
+        for start in range(0, len(sequences), MAX_ROWS):
+            yield from generate_tokens(self.model, sequences[start : start + MAX_ROWS])
 
     @overload
     def chat(
@@ -294,7 +286,7 @@ class LLM:
             ids = tuple(self.tokenizer.encode(prompt))
         else:
             try:
-                if not _is_list(prompt) or any(isinstance(token, bool) for token in prompt):
+                if not is_list(prompt) or any(isinstance(token, bool) for token in prompt):
                     raise TypeError("no list of whole numbers")
                 ids = tuple(operator.index(token) for token in prompt)
             except TypeError as error:
@@ -323,17 +315,22 @@ class CompletionStream(Iterator[StreamPiece]):
     Another thread may close it: that waits for the step that runs, if any.
     """
 
-    def __init__(self, model: Transformer | Plan, sequence: GeneratedSequence) -> None:
-        self._sequence = sequence
-        self._steps = generate_tokens(model, [sequence])
+    def __init__(self, steps: Generator[None], sequence: GeneratedSequence) -> None:
+        self._steps, self._sequence = steps, sequence
+        self._is_done = False
         self._lock = threading.RLock()
 
     def __next__(self) -> StreamPiece:
         with self._lock:
-            if self._sequence.finish_reason is not None:
-                raise StopIteration
-            next(self._steps)
-            return self._sequence.piece()
+            while not self._is_done:
+                piece = self._sequence.piece(most=1)
+                self._is_done = piece.finish_reason is not None
+                if self._is_done:
+                    self._steps.close()
+                if piece.token_ids or self._is_done:
+                    return piece
+                next(self._steps)
+            raise StopIteration
 
     def __enter__(self) -> CompletionStream:
         return self
@@ -346,6 +343,7 @@ class CompletionStream(Iterator[StreamPiece]):
     def close(self) -> None:
         """End the sequence as "cancelled" if it still runs; its cache goes at once. May be called again."""
         with self._lock:
+            self._is_done = True
             self._steps.close()
             self._sequence.finish("cancelled")
 
@@ -359,40 +357,3 @@ class CompletionStream(Iterator[StreamPiece]):
         if self._sequence.finish_reason is None:
             raise RequestError("got a stream that still runs; need its end; read on, or close() it")
         return self._sequence.completion()
-
-
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[Sequence[Prompt], bool]:
-    """Return prompts as a list, and whether it was one alone: a text, or a list of numbers."""
-    if not _is_list(prompts) or isinstance(prompts, str) or len(prompts) == 0 or isinstance(prompts[0], Integral):
-        return [cast("Prompt", prompts)], True
-    return cast("Sequence[Prompt]", prompts), False
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence | np.ndarray | Tensor) and not isinstance(value, bytes | bytearray | memoryview)
-
-
-def checked_params(params: SamplingParams | None) -> SamplingParams:
-    """Return the parameters, or their defaults for None.
-
-    Raises:
-        RequestError: they are of another type.
-    """
-    if params is None:
-        return SamplingParams()
-    if not isinstance(params, SamplingParams):
-        raise RequestError(
-            f"got params of type {type(params).__name__}; need SamplingParams; SamplingParams.from_dict() takes a dict"
-        )
-    return params
-
-
-def one_choice(params: SamplingParams) -> SamplingParams:
-    """Return the parameters, of one choice.
-
-    Raises:
-        RequestError: they ask for several.
-    """
-    if params.n > 1:
-        raise RequestError(f"got n={params.n} for one prompt; need n=1; pass [prompt] to get a list of completions")
-    return params

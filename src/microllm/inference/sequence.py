@@ -106,16 +106,17 @@ class GeneratedSequence:
         """Return what of new text may go out; stop texts count once ``min_tokens`` tokens lie before them."""
         return text if len(self._token_ids) <= self.params.min_tokens else self._checker.push(text)
 
-    def piece(self) -> StreamPiece:
-        """Return what is new since the last call."""
-        texts, tokens = self._texts[self._num_sent[0] :], self._token_ids[self._num_sent[1] :]
-        logprobs = self._logprobs[self._num_sent[1] :]
-        self._num_sent = len(self._texts), len(self._token_ids)
+    def piece(self, most: int | None = None) -> StreamPiece:
+        """Return what is new since the last call, of at most ``most`` tokens; the end comes with the last of them."""
+        (first_text, first), count = self._num_sent, len(self._token_ids)
+        end = count if most is None else min(first + most, count)
+        texts = self._texts[first_text : None if end == count else first_text + end - first]
+        self._num_sent = first_text + len(texts), end
         return StreamPiece(
             text="".join(texts),
-            token_ids=tuple(tokens),
-            logprobs=None if self.params.logprobs is None else tuple(logprobs),
-            finish_reason=self.finish_reason,
+            token_ids=tuple(self._token_ids[first:end]),
+            logprobs=None if self.params.logprobs is None else tuple(self._logprobs[first:end]),
+            finish_reason=self.finish_reason if end == count else None,
         )
 
     def completion(self) -> Completion:

@@ -29,7 +29,7 @@ from microllm.errors import ConfigError
 from microllm.evidence.environment import capture_environment
 from microllm.evidence.rows import Row, environment_fields, read_rows, write_row
 from microllm.inference import LLM, Engine, EngineConfig
-from microllm.inference.llm import choose_device
+from microllm.inference.placement import choose_device
 from microllm.lab.hf_twin import cast_twin, make_twin
 from microllm.lab.random_model import random_llm
 from microllm.sampling import SamplingParams

@@ -26,7 +26,7 @@ from microllm.errors import ConfigError, UnavailableError
 from microllm.evidence.environment import Environment, capture_environment
 from microllm.evidence.rows import Row, environment_fields, markdown_table, write_row
 from microllm.inference import Engine, EngineConfig, load
-from microllm.inference.engine import engine_precision
+from microllm.inference.placement import engine_precision
 from microllm.io.resolve import resolve_model
 from microllm.io.tokenizer import load_tokenizer
 from microllm.lab.load import Answer, Call, LoadShape, Suite, make_load, run_in_engine, run_over_http

@@ -126,6 +126,8 @@ def profile_generation(
         raise RequestError(f"got n={params.n}; need n=1: a profile is of one row")
     params = replace(params, seed=params.seed or 0, ignore_eos=True, stop=(), stop_token_ids=(), min_tokens=0)
 
+    llm = llm.uncaptured()
+
     def work(steps: int) -> None:
         done = llm.generate(prompt, replace(params, max_tokens=steps))
         if len(done.token_ids) != steps:

@@ -20,7 +20,7 @@ from typing import Any
 from microllm.errors import ConfigError, UnavailableError
 from microllm.evidence.environment import capture_environment
 from microllm.evidence.rows import Row, environment_fields
-from microllm.inference.llm import choose_device
+from microllm.inference.placement import choose_device
 from microllm.io.resolve import ModelSource, resolve_model
 from microllm.lab.bench_process import INSTALL, Peer
 

@@ -37,7 +37,7 @@ from microllm.ops.quantise import (
 from microllm.ops.rms_norm import ADD_RMS_NORM, RMS_NORM, RMS_NORM_BACKWARD, add_rms_norm, rms_norm
 from microllm.ops.rope import QK_NORM_ROPE, ROPE, qk_norm_rope, rope
 from microllm.ops.sample import PENALISE, SAMPLE, penalise, sample
-from microllm.ops.select import Choice, batch_invariant, choose, ledger, overlapped, use
+from microllm.ops.select import Choice, batch_invariant, choose, is_watched, ledger, overlapped, use
 from microllm.ops.swiglu import SWIGLU, SWIGLU_BACKWARD, swiglu
 
 _ROWS = (
@@ -66,9 +66,9 @@ __all__ = [
     "CONTRACTS", "OPERATORS", "Choice", "adamw", "add", "add_bias", "add_rms_norm", "advance_rows", "argmax",
     "as_tensor", "attention", "attention_decode", "attention_full", "attention_prefill", "attention_step",
     "attention_varlen", "batch_invariant", "causal_softmax", "cross_entropy", "dequantise_fp8", "dequantise_int4",
-    "dequantise_int8", "embedding", "kv_store", "kv_store_paged", "ledger", "linear", "linear_cross_entropy",
-    "linear_cross_entropy_gradients", "linear_fp8", "linear_int4", "linear_int8", "linear_one_tiling",
-    "linear_residual", "lm_head_argmax", "matmul", "multiply", "norm_linear", "norm_linear_swiglu", "overlapped",
-    "penalise", "qk_norm_rope", "quantise_fp8", "quantise_int4", "quantise_int8", "rms_norm", "rope", "sample",
-    "select", "softmax", "swiglu", "use",
+    "dequantise_int8", "embedding", "is_watched", "kv_store", "kv_store_paged", "ledger", "linear",
+    "linear_cross_entropy", "linear_cross_entropy_gradients", "linear_fp8", "linear_int4", "linear_int8",
+    "linear_one_tiling", "linear_residual", "lm_head_argmax", "matmul", "multiply", "norm_linear",
+    "norm_linear_swiglu", "overlapped", "penalise", "qk_norm_rope", "quantise_fp8", "quantise_int4",
+    "quantise_int8", "rms_norm", "rope", "sample", "select", "softmax", "swiglu", "use",
 ]  # fmt: skip

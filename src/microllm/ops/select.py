@@ -98,6 +98,11 @@ def is_batch_invariant() -> bool:
     return bool(_one_order)
 
 
+def is_watched() -> bool:
+    """Say whether somebody counts operators, or says which level or form of them runs: captured steps would miss it."""
+    return bool(_ledgers or _forced or _one_order)
+
+
 _overlapped: ContextVar[bool] = ContextVar("overlapped", default=False)
 
 

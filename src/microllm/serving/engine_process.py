@@ -27,7 +27,7 @@ import torch
 
 from microllm.errors import MicroLLMError, RequestError
 from microllm.inference import Engine, EngineConfig, Request, load
-from microllm.inference.engine import engine_precision
+from microllm.inference.placement import engine_precision
 from microllm.inference.prewarm import PrewarmReport
 from microllm.sampling import SamplingParams
 from microllm.serving.wire import FrameReader, Message, encode_frame
