@@ -30,11 +30,14 @@ def decoded(raw, plane: tl.constexpr, FORMAT: tl.constexpr):
     if FORMAT == "plain":
         value = raw.to(tl.float32)
     elif FORMAT == "int8":
-        bits = (raw.to(tl.uint8, bitcast=True) ^ 128).to(tl.int32) | 0x4B000000
+        bits = raw.to(tl.uint8, bitcast=True).to(tl.int32) ^ 0x4B000080  # 2^23 + 128 + code
         value = bits.to(tl.float32, bitcast=True) - 8388736.0
-    elif FORMAT == "int4":
-        bits = ((raw >> (4 * plane)) & 15).to(tl.int32) | 0x4B000000
+    elif FORMAT == "int4" and plane == 0:
+        bits = (raw.to(tl.int32) & 0x0F) | 0x4B000000
         value = bits.to(tl.float32, bitcast=True) - 8388608.0
+    elif FORMAT == "int4":
+        bits = (raw.to(tl.int32) & 0xF0) | 0x49000000  # 2^19, whose last bits are sixteenths
+        value = bits.to(tl.float32, bitcast=True) - 524288.0
     else:
         value = decode_e4m3(raw, FORMAT == "e4m3fnuz")
     return value

@@ -19,7 +19,8 @@ from microllm.ops.contract import Out, Outs, Sink
 from microllm.ops.kernels import linear_choice
 from microllm.ops.kernels.launch import Compiled, overlapping, pdl, row_stride, scratch, stream_of, zeros
 from microllm.ops.kernels.linear_choice import Choice, Matrix
-from microllm.ops.kernels.linear_forms import fma_kernel, mma_kernel
+from microllm.ops.kernels.linear_fma import fma_kernel
+from microllm.ops.kernels.linear_forms import mma_kernel
 from microllm.ops.kernels.linear_tiles import tile_kernel
 from microllm.ops.select import is_batch_invariant
 from microllm.ops.target import TARGETS, Target, target_of

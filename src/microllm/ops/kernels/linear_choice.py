@@ -145,7 +145,7 @@ def _fma_tile(matrix: Matrix, target: Target) -> Tile:
         block, warps = 2 * block, warps if head else min(8, 2 * warps)
     steps = triton.cdiv(matrix.positions, block)
     threads = warps * (512 if target.backend == "cpu" else target.warp_size)
-    while each > 1 and (steps * each > most or matrix.format != "plain"):
+    while each > 1 and steps * each > most:
         each //= 2
     return {
         "ROWS": max(1, threads * matrix.lane // block), "REP": each, "BLOCK_K": block, "EARLY": steps,

@@ -1,16 +1,15 @@
 # ruff: noqa: RUF005 - Triton compiles no starred tuples
-"""The two forms of a linear with few rows, on the device: y[m, n] = epilogue(sum over k of x[m, k] * w[n, k]).
+"""A linear with few rows by matrix instructions, on the device: y[m, n] = epilogue(sum over k of x[m, k] * w[n, k]).
 
-* ``mma_kernel``: matrix instructions fed straight from global memory, weights on their first (M) side. A lane's 16-byte
-  load of a weight row is its operand fragment (K is permuted inside blocks, in x alike), so that weights see no shared
-  memory and no barrier. The warps of a program split K and are added in a fixed tree. One K order for every number of
-  rows: a row's bits depend on (WARPS_K, KB, SUMS) alone, not on its neighbours nor on BLOCK_M and BLOCK_N.
-* ``fma_kernel``: fp32 multiply-adds, one row a program: the fastest for one row; its sums are never the other form's.
+They are fed straight from global memory, weights on their first (M) side. A lane's 16-byte load of a weight row is its
+operand fragment (K is permuted inside blocks, in x alike), so that weights see no shared memory and no barrier. The
+warps of a program split K and are added in a fixed tree. One K order for every number of rows: a row's bits depend on
+(WARPS_K, KB, SUMS) alone, not on its neighbours nor on BLOCK_M and BLOCK_N.
 
-Place: launched by ``linear.multiply``, which has the choice of form and tiles. Measured as experiment no. 1.
+Place: launched by ``linear.multiply``, which has the choice of form and tiles; ``linear_fma`` is the other form, and
+takes what both share from here. Measured as experiment no. 1.
 
-RMSNorm is folded in: x times the gain is what is multiplied (in ``mma_kernel`` rounded to x's dtype, which must hold
-it), each program sums the squares of its rows, and outputs are scaled at the end. Weights of one byte or half a byte
+RMSNorm is folded in: x times the gain is what is multiplied (rounded to x's dtype, which must hold it), each program sums the squares of its rows, and outputs are scaled at the end. Weights of one byte or half a byte
 are decoded in registers (``codes``): one scale a row is applied to the sum, scales of groups to each weight.
 
 Axes:    M = rows, K = in, J = positions of a weight row (bytes of int4, else K), N = out, NY = N, or N / 2 with SwiGLU
@@ -124,106 +123,6 @@ def store_normed(normed_ptr, x_ptr, x_stride, gain_ptr, scale, m, M, K: tl.const
         x = tl.load(x_ptr + m.to(tl.int64) * x_stride + k, mask=ok, other=0).to(tl.float32)
         gain = tl.load(gain_ptr + k, mask=k < K, other=0).to(tl.float32)
         tl.store(normed_ptr + m.to(tl.int64) * K + k, (x * scale * gain).to(x_ptr.dtype.element_ty), mask=ok)
-
-
-# ---- fp32 multiply-adds
-
-
-@triton.jit
-def _lane_sum(p, LANE: tl.constexpr):
-    """Add the LANE neighbours that lie in one lane."""
-    return tl.sum(tl.reshape(p, [p.shape[0], p.shape[1], p.shape[2] // LANE, LANE]), 3)
-
-
-@triton.jit
-def _group_scale(ptr, stride, row, i, ok, J: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr,
-                 BLOCK_K: tl.constexpr):  # fmt: skip
-    """Return the scales (or minima) of the 16-position blocks of step i: [ROWS, REP, BLOCK_K / 16]."""
-    block = i * (BLOCK_K // 16) + tl.arange(0, BLOCK_K // 16)[None, None, :]
-    at = ptr + row.to(tl.int64) * stride + block * (16 * PLANES) // GROUP
-    return tl.load(at, mask=ok & (block * 16 < J), other=0).to(tl.float32)
-
-
-@triton.jit
-def _fma_steps(ws, us, gs, x_at, jx, row, scale_ptr, minimum_ptr, scale_stride, minimum_stride, J: tl.constexpr,
-               NY: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Return the sums of w x, of u x and of x x, one for each LANE positions of a step's tile."""
-    PLANES: tl.constexpr = 2 if FORMAT == "int4" else 1
-    LANE: tl.constexpr = 8 if FORMAT == "plain" else 16
-    STEPS: tl.constexpr = (J + BLOCK_K - 1) // BLOCK_K
-    acc = tl.zeros([ws[0].shape[0], ws[0].shape[1], BLOCK_K // LANE], tl.float32)
-    up = acc
-    squares = tl.zeros([ws[0].shape[0], 1, BLOCK_K // LANE], tl.float32)
-    for plane in tl.static_range(PLANES):
-        xs = _load_steps(x_at + 16 * plane, jx < J, jx, 0, STEPS, J, BLOCK_K, BLOCK_K * PLANES, True, "")
-        for i in tl.static_range(STEPS):
-            x = xs[i].to(tl.float32)
-            if len(gs) > 0:
-                squares += _lane_sum(x * x, LANE)
-                x = x * gs[i].to(tl.float32)
-            p = _lane_sum(decoded(ws[i], plane, FORMAT) * x, LANE)
-            if GROUP > 0:
-                p *= _group_scale(scale_ptr, scale_stride, row, i, row < NY, J, PLANES, GROUP, BLOCK_K)
-            if minimum_ptr is not None:
-                low = _group_scale(minimum_ptr, minimum_stride, row, i, row < NY, J, PLANES, GROUP, BLOCK_K)
-                p += _lane_sum(x, LANE) * low
-            acc += p
-            if len(us) > 0:
-                up += _lane_sum(us[i].to(tl.float32) * x, LANE)
-    return acc, up, squares
-
-
-@triton.jit(do_not_specialize=["M"])
-def fma_kernel(
-    x_ptr, w_ptr, scale_ptr, minimum_ptr, gain_ptr, bias_ptr, residual_ptr, y_ptr, normed_ptr, first_ptr, second_ptr,
-    best_ptr, index_ptr, M, x_stride, w_stride, scale_stride, minimum_stride, residual_stride, y_stride,
-    N: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, SWIGLU: tl.constexpr, FORMAT: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, REP: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """One row of x a program of ROWS * REP outputs; grid (tiles of NY, M); ROWS = threads * lane width / BLOCK_K.
-
-    x is loaded as [ROWS, 1, BLOCK_K], so that it lies as the weights do and needs no shared memory.
-    Order:   lanes sum their columns step by step, then lanes, then warps
-    """
-    J: tl.constexpr = K // 2 if FORMAT == "int4" else K
-    STEPS: tl.constexpr = (J + BLOCK_K - 1) // BLOCK_K
-    NY: tl.constexpr = N // 2 if SWIGLU else N
-    BY: tl.constexpr = ROWS * REP
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    first = tl.program_id(0) * BY
-    j = tl.arange(0, BLOCK_K)[None, None, :]
-    jx = tl.broadcast_to(j, [ROWS, 1, BLOCK_K])
-    row = (first + (tl.arange(0, ROWS) * REP)[:, None] + tl.arange(0, REP)[None, :])[:, :, None]
-    w_at = w_ptr + row.to(tl.int64) * w_stride + j
-    u_at = w_at + tl.cast(w_stride, tl.int64) * NY
-    ws = _load_steps(w_at, row < NY, j, 0, EARLY, J, BLOCK_K, BLOCK_K, NY % BY == 0, "evict_first")
-    us = _load_steps(u_at, row < NY, j, 0, EARLY * SWIGLU, J, BLOCK_K, BLOCK_K, NY % BY == 0, "evict_first")
-    gs = ()
-    if gain_ptr is not None:
-        gs = _load_steps(gain_ptr + jx, jx < J, jx, 0, STEPS, J, BLOCK_K, BLOCK_K, True, "")
-    m = tl.full([1, 1], 0, tl.int32) + tl.program_id(1)
-    n = first + tl.arange(0, BY)[:, None]
-    add, up_add = bias_of(bias_ptr, n, NY, SWIGLU)
-    factor = row_scale(scale_ptr, scale_stride, n, NY, GROUP)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    ws = ws + _load_steps(w_at, row < NY, j, EARLY, STEPS, J, BLOCK_K, BLOCK_K, NY % BY == 0, "evict_first")
-    us = us + _load_steps(u_at, row < NY, j, EARLY * SWIGLU, STEPS * SWIGLU, J, BLOCK_K, BLOCK_K, NY % BY == 0, "")
-    residual = residual_of(residual_ptr, residual_stride, m, n, M, NY)
-    x_at = x_ptr + tl.program_id(1).to(tl.int64) * x_stride + column(jx, FORMAT)
-    acc, up, squares = _fma_steps(ws, us, gs, x_at, jx, row, scale_ptr, minimum_ptr, scale_stride, minimum_stride,
-                                  J, NY, FORMAT, GROUP, BLOCK_K)  # fmt: skip
-    if gain_ptr is not None:
-        square = tl.max(tl.max(tl.sum(squares, 2), 1), 0)
-        factor = tl.rsqrt(square * (1.0 / K) + EPS)
-        if normed_ptr is not None and first == 0:
-            store_normed(normed_ptr, x_ptr, x_stride, gain_ptr, factor, m, M, K)
-    y = tl.reshape(tl.sum(acc, 2), [BY, 1]) * factor + add
-    other = tl.reshape(tl.sum(up, 2), [BY, 1]) * factor + up_add if SWIGLU else None
-    finish(y, other, residual, m, n, M, y_ptr, y_stride, first_ptr, second_ptr, best_ptr, index_ptr, NY,
-            (NY + BY - 1) // BY, x_ptr.dtype.element_ty)  # fmt: skip
 
 
 # ---- matrix instructions
