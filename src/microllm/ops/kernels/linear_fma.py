@@ -1,10 +1,11 @@
 # ruff: noqa: RUF005 - Triton compiles no starred tuples
-"""A linear with one row by fp32 multiply-adds, on the device: the fastest for one; its sums are never the other form's.
+"""A linear with one row by fp32 multiply-adds, on the device: fastest for one, with sums that no other form has.
 
-A program takes ROWS * REP outputs, REP of them to a thread, which share what is done to x. Tiles are [ROWS, 1, BLOCK_K],
-one for each of the REP, so that x is loaded as weights are and needs no shared memory.
+A program takes ROWS * REP outputs, REP of them to a thread, which share what is done to x. Tiles are
+[ROWS, 1, BLOCK_K], one for each of the REP, so that x is loaded as weights are and needs no shared memory.
 
-Place: launched by ``linear.multiply``; ``linear_forms`` has the form by matrix instructions, and says what is folded in.
+Place: launched by ``linear.multiply``; ``linear_forms`` has the form by matrix instructions, and says what is folded
+in.
 
 Axes:    M = rows, K = in, J = positions of a weight row (bytes of int4, else K), N = out, NY = N, or N / 2 with SwiGLU
 PDL:     weights, scales, gain and bias are read before ``gdc_wait``, all else after; dependents start at once
@@ -88,9 +89,7 @@ def _added(sums, ws, xs, x_sum, first, scale_ptr, minimum_ptr, scale_stride, min
         if GROUP > 0:
             p *= _of_groups(scale_ptr, scale_stride, first + r, i, N, J, GROUP, PLANES, ROWS, REP, BLOCK_K)
         if minimum_ptr is not None:
-            p += x_sum * _of_groups(
-                minimum_ptr, minimum_stride, first + r, i, N, J, GROUP, PLANES, ROWS, REP, BLOCK_K
-            )
+            p += x_sum * _of_groups(minimum_ptr, minimum_stride, first + r, i, N, J, GROUP, PLANES, ROWS, REP, BLOCK_K)
         added = added + (sums[r] + p,)
     return added
 

@@ -9,8 +9,9 @@ warps of a program split K and are added in a fixed tree. One K order for every 
 Place: launched by ``linear.multiply``, which has the choice of form and tiles; ``linear_fma`` is the other form, and
 takes what both share from here. Measured as experiment no. 1.
 
-RMSNorm is folded in: x times the gain is what is multiplied (rounded to x's dtype, which must hold it), each program sums the squares of its rows, and outputs are scaled at the end. Weights of one byte or half a byte
-are decoded in registers (``codes``): one scale a row is applied to the sum, scales of groups to each weight.
+RMSNorm is folded in: x times the gain is what is multiplied (rounded to x's dtype, which must hold it), each program
+sums the squares of its rows, and outputs are scaled at the end. Weights of one byte or half a byte are decoded in
+registers (``codes``): one scale a row is applied to the sum, scales of groups to each weight.
 
 Axes:    M = rows, K = in, J = positions of a weight row (bytes of int4, else K), N = out, NY = N, or N / 2 with SwiGLU
 PDL:     weights, scales, gain and bias are read before ``gdc_wait``, all else after; dependents start at once
@@ -216,7 +217,8 @@ def _mma_steps(ws, w_at, ok_w, x_at, ok_x, block, j, gain_ptr, scale_at, minimum
                 if gain_ptr is not None:
                     wide = x.to(tl.float32)
                     squares += tl.sum(tl.sum(wide * wide, 5), 4)
-                    gain = tl.load(gain_ptr + j + i * STEP, mask=j + i * STEP < J, other=0).to(tl.float32)
+                    at = gain_ptr + column(j, FORMAT) + i * STEP * PLANES + 16 * plane
+                    gain = tl.load(at, mask=j + i * STEP < J, other=0).to(tl.float32)
                     x = (wide * gain).to(DTYPE)
                 w = _weights(ws[i], plane, scale_at, minimum_at, ok_w, block, i, J, STEP, FORMAT, GROUP, DTYPE)
                 a = _as_rows(w, WARPS_K, BLOCK_N // 8, KB, LANE)
@@ -268,7 +270,8 @@ def mma_kernel(
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     n = first + tl.arange(0, BY)[:, None]
     add, up_add = bias_of(bias_ptr, n, NY, SWIGLU)
-    factor = row_scale(scale_ptr, scale_stride, n, NY, GROUP)
+    factor = row_scale(scale_ptr, scale_stride, n, N, GROUP)
+    up_factor = row_scale(scale_ptr, scale_stride, n + NY, N, GROUP) if SWIGLU else 1.0
     scale_at = scale_ptr + row.to(tl.int64) * scale_stride if GROUP > 0 else None
     minimum_at = minimum_ptr + row.to(tl.int64) * minimum_stride if minimum_ptr is not None else None
     if PDL:
@@ -279,12 +282,13 @@ def mma_kernel(
                             BLOCK_N, WARPS_K, KB, SUMS, EARLY, AHEAD, NY % BY == 0, FORMAT, GROUP,
                             x_ptr.dtype.element_ty)  # fmt: skip
     if gain_ptr is not None:
-        factor = tl.rsqrt(tl.reshape(tl.permute(squares, [1, 0]), [1, BLOCK_M]) * (1.0 / K) + EPS)
+        scale = tl.rsqrt(tl.reshape(tl.permute(squares, [1, 0]), [1, BLOCK_M]) * (1.0 / K) + EPS)
+        factor, up_factor = factor * scale, up_factor * scale
         if normed_ptr is not None and first == 0:
-            store_normed(normed_ptr, x_ptr, x_stride, gain_ptr, factor, m, M, K)
+            store_normed(normed_ptr, x_ptr, x_stride, gain_ptr, scale, m, M, K)
     up = None
     if SWIGLU:
         y, up = tl.split(tl.permute(tl.reshape(y, [BLOCK_N // 16, 2, 8, BLOCK_M]), [0, 2, 3, 1]))
-        y, up = tl.reshape(y, [BY, BLOCK_M]), tl.reshape(up, [BY, BLOCK_M]) * factor + up_add
+        y, up = tl.reshape(y, [BY, BLOCK_M]), tl.reshape(up, [BY, BLOCK_M]) * up_factor + up_add
     finish(y * factor + add, up, residual, m, n, M, y_ptr, y_stride, first_ptr, second_ptr, best_ptr, index_ptr, NY,
             (NY + BY - 1) // BY, x_ptr.dtype.element_ty)  # fmt: skip

@@ -97,29 +97,35 @@ def tile_kernel(
     for j0 in tl.range(begin, tl.minimum(begin + SPAN, J), BLOCK_K, num_stages=STAGES):
         ok_w = (n < NY) & (j0 + j < J)[None, :]
         raw = tl.load(w_at + j0, mask=ok_w, other=0)
+        up_raw = tl.load(u_at + j0, mask=ok_w, other=0) if SWIGLU else raw
         for plane in tl.static_range(PLANES):
             ok_x = (m < M) & (j0 + j < J)[:, None]
             x = tl.load(x_at + j0 * PLANES + 16 * plane, mask=ok_x, other=0)
             if gain_ptr is not None:
                 wide = x.to(tl.float32)
                 squares += tl.sum(wide * wide, 0)
-                gain = tl.load(gain_ptr + j0 + j, mask=j0 + j < J, other=0).to(tl.float32)
+                gain_at = gain_ptr + column(j, FORMAT) + j0 * PLANES + 16 * plane
+                gain = tl.load(gain_at, mask=j0 + j < J, other=0).to(tl.float32)
                 x = (wide * gain[:, None]).to(DTYPE)
             w = _tile_weights(raw, plane, scale_ptr, scale_stride, minimum_ptr, minimum_stride, n, n < NY, j0, J,
                               FORMAT, GROUP, DTYPE)  # fmt: skip
             acc = tl.dot(w, x, acc, input_precision="ieee")
             if SWIGLU:
-                up_acc = tl.dot(tl.load(u_at + j0, mask=ok_w, other=0), x, up_acc, input_precision="ieee")
+                u = _tile_weights(up_raw, plane, scale_ptr, scale_stride, minimum_ptr, minimum_stride, n + NY, n < NY,
+                                  j0, J, FORMAT, GROUP, DTYPE)  # fmt: skip
+                up_acc = tl.dot(u, x, up_acc, input_precision="ieee")
     last = True
     if SPLIT > 1:
         acc, last = _joined(acc, parts_ptr, done_ptr, SPLIT, BLOCK_N, BLOCK_M)
     if last:
-        factor = row_scale(scale_ptr, scale_stride, n, NY, GROUP)
+        factor = row_scale(scale_ptr, scale_stride, n, N, GROUP)
+        up_factor = row_scale(scale_ptr, scale_stride, n + NY, N, GROUP) if SWIGLU else 1.0
         if gain_ptr is not None:
-            factor = tl.rsqrt(squares[None, :] * (1.0 / K) + EPS)
+            scale = tl.rsqrt(squares[None, :] * (1.0 / K) + EPS)
+            factor, up_factor = factor * scale, up_factor * scale
             if normed_ptr is not None and tl.program_id(0) == 0:
-                store_normed(normed_ptr, x_ptr, x_stride, gain_ptr, factor, m, M, K)
+                store_normed(normed_ptr, x_ptr, x_stride, gain_ptr, scale, m, M, K)
         add, up_add = bias_of(bias_ptr, n, NY, SWIGLU)
-        finish(acc * factor + add, up_acc * factor + up_add if SWIGLU else None,
+        finish(acc * factor + add, up_acc * up_factor + up_add if SWIGLU else None,
                residual_of(residual_ptr, residual_stride, m, n, M, NY), m, n, M, y_ptr, y_stride, first_ptr,
                second_ptr, best_ptr, index_ptr, NY, (NY + BLOCK_N - 1) // BLOCK_N, DTYPE)  # fmt: skip
