@@ -2,6 +2,10 @@
 
     PYTHONPATH=src python tools/gpu_engine.py --out engine.jsonl qwen2.5-0.5b:1,8:512:peer qwen2.5-0.5b:32,64:512
 
+The grid of models, lengths and batches has a command, where tyro is there:
+
+    PYTHONPATH=src python -m microllm bench matrix --device cuda --model qwen2.5-0.5b --out matrix.jsonl
+
 Each argument is MODEL:BATCHES:TOKENS[:peer][:B][:S256]: B for mode B, S256 for the throughput run of 256 sequences.
 """
 

@@ -41,7 +41,16 @@ def make_row(**changes):
 
 
 def test_fields_are_the_published_ones():
-    assert set(Row.model_fields) == SPEC_FIELDS | {"digest"}
+    assert set(Row.model_fields) == SPEC_FIELDS | {"digest", "figures"}
+
+
+def test_figures_besides_are_read_back_and_leave_no_mark_where_there_are_none(tmp_path):
+    for figures in (None, {"kv_wasted_bytes": 12.0}):
+        path = tmp_path / f"{figures is None}.jsonl"
+        written = write_row(path, make_row(figures=figures))
+        assert read_rows(path) == [written]
+        assert ("figures" in path.read_text()) == (figures is not None)
+        assert ("figures" in written.model_dump_json()) == (figures is not None)
 
 
 @pytest.mark.parametrize("unit", HIGHER_IS_BETTER)

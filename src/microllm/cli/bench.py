@@ -14,6 +14,7 @@ import tyro
 from microllm.lab.bench import BenchConfig, Workload
 from microllm.lab.bench_attach import AttachBench
 from microllm.lab.bench_engine import EngineBenchConfig
+from microllm.lab.bench_matrix import MatrixConfig
 from microllm.lab.bench_ops import OpsConfig
 from microllm.lab.bench_serve import ServeBenchConfig
 from microllm.lab.bench_train_config import BenchTrainConfig
@@ -143,6 +144,33 @@ class BenchEngine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchMatrix:
+    """Time the engine over models, prompt lengths, batches and answer lengths: a row a cell, failed ones too."""
+
+    config: MatrixConfig = field(default_factory=MatrixConfig)
+    quick: bool = False
+    """A tiny model on the CPU, for a first look."""
+    as_json: Json = False
+
+    def run(self) -> int:
+        """Print the rows; 130 after Ctrl-C, with those that were there."""
+        from microllm.lab.bench_matrix import matrix_table, measure_matrix, short
+
+        rows: list[Row] = []
+        status = 0
+        try:
+            for row in measure_matrix(short(self.config) if self.quick else self.config, _progress):
+                rows.append(row)
+        except KeyboardInterrupt:
+            status = 130
+        if self.as_json:
+            _show(rows, as_json=True)
+        else:
+            print(matrix_table(rows))
+        return status
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchTrain:
     """Tokens a second and peak memory of training steps, beside transformers with torch's fused AdamW."""
 
@@ -240,6 +268,7 @@ class Bench:
         | Annotated[BenchRoofline, tyro.conf.subcommand("roofline")]
         | Annotated[BenchOps, tyro.conf.subcommand("ops")]
         | Annotated[BenchEngine, tyro.conf.subcommand("engine")]
+        | Annotated[BenchMatrix, tyro.conf.subcommand("matrix")]
         | Annotated[BenchTrain, tyro.conf.subcommand("train")]
         | Annotated[BenchServe, tyro.conf.subcommand("serve")]
         | Annotated[BenchAttach, tyro.conf.subcommand("attach")]

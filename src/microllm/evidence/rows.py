@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from microllm.errors import EvidenceError
 from microllm.evidence.environment import Environment
@@ -38,6 +38,8 @@ class Row(Record):
 
     The ratios are computed: ``ratio_peer`` > 1 means that ours is better, ``ratio_limit`` is the share of the limit
     that ours reaches (above 1 the row is ``invalid``). ``parity`` is "pass" or why not; without it there is no speed.
+    ``figures`` are what a benchmark saw besides, by names that end in their units; a row without any is written as
+    before there were some.
     Units:   ``ours``, ``peer`` and ``limit`` in ``unit``
     """
 
@@ -56,6 +58,7 @@ class Row(Record):
     peak_bytes: int | None = None
     peer_peak_bytes: int | None = None
     parity: str
+    figures: dict[str, float] | None = None
     status: RowStatus = "pass"
     versions: dict[str, str]
     commit: str
@@ -90,6 +93,13 @@ class Row(Record):
         for name, value in computed.items():
             object.__setattr__(self, name, value)  # the model is frozen: this is its construction
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_empty_figures(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = handler(self)
+        if content["figures"] is None:
+            del content["figures"]
+        return content
 
     def compute_digest(self) -> str:
         """Return the sha256 of everything in the row but its digest."""

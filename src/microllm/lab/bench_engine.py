@@ -144,20 +144,20 @@ def measure_engine(config: EngineBenchConfig, progress: Progress = lambda _: Non
     device, dtype = choose_device(config.device), TORCH_DTYPES[config.dtype]
     llm = random_llm(config.model, config.device, dtype)
     fields = environment_fields(capture_environment(config.device)) | {"dtype": config.dtype, "unit": "tok/s"}
-    twin = _twin(llm, dtype)
-    parity = _parity(config, llm, twin)
+    twin = twin_of(llm, dtype)
+    parity = measure_parity(config, llm, twin)
     progress(f"parity: {parity}")
     twin = twin if config.peer else None
     for tokens in config.tokens:
         for batch in config.batch:
             for row in _shape_rows(config, llm, twin, (batch, tokens), parity, fields):
-                progress(_summary(row))
-                yield _kept(config, row)
-            _forget(device)
+                progress(summary(row))
+                yield kept(config, row)
+            forget(device)
     if config.sequences:
         row = _throughput_row(config, llm, parity, fields)
-        progress(_summary(row))
-        yield _kept(config, row)
+        progress(summary(row))
+        yield kept(config, row)
 
 
 def _shape_rows(
@@ -167,20 +167,20 @@ def _shape_rows(
     batch, tokens = shape
     device, capacity = torch.device(config.device), tokens + config.new_tokens + 8
     prompts = [[(7 * row + i) % (llm.config.vocab_size - 5) + 5 for i in range(tokens)] for row in range(batch)]
-    engine = _engine(config, llm, batch, capacity)
-    arms = [Arm(lambda prompts, count: engine.generate(prompts, _greedy(count)))]
+    engine = new_engine(config, llm, batch, capacity)
+    arms = [Arm(lambda prompts, count: engine.generate(prompts, greedy(count)))]
     if twin is not None:
         arms.append(Arm(StaticCompiled(twin, batch, capacity, compiles=device.type == "cuda").run))
     for arm in arms:
         for count in (3, config.new_tokens + 1, config.new_tokens + 1):
             arm.run(prompts, count)
-        arm.peak_bytes = _peak(arm, prompts, device)
+        arm.peak_bytes = peak_of(arm, prompts, device)
     for number in range(config.rounds):
         for arm in arms if number % 2 == 0 else arms[::-1]:
             arm.time(prompts, config.new_tokens, device)
     ours, *others = arms
-    steps_bytes = _bytes_a_step(llm.config, batch, tokens + config.new_tokens // 2, TORCH_DTYPES[config.dtype].itemsize)
-    limit = batch * _read_rate(config, fields["device"]) / steps_bytes
+    steps_bytes = bytes_a_step(llm.config, batch, tokens + config.new_tokens // 2, TORCH_DTYPES[config.dtype].itemsize)
+    limit = batch * read_rate(config, fields["device"]) / steps_bytes
     what, mode = f"{config.model} B{batch} T{tokens}", "B" if config.deterministic else "A"
     in_ms: dict[str, Any] = {**fields, "unit": "ms"}
     passes, peer_name = parity == "pass", PEER if device.type == "cuda" else "transformers static"
@@ -209,7 +209,7 @@ def _throughput_row(config: EngineBenchConfig, llm: LLM, parity: str, fields: di
     most = llm.config.max_position_embeddings
     prompts, counts = [p[: most // 2] for p in prompts], [min(n, most // 2) for n in counts]
     capacity = min(most, 2 * longest + 8)
-    engine = _engine(config, llm, config.sequences, capacity)
+    engine = new_engine(config, llm, config.sequences, capacity)
 
     def run() -> None:
         for number, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
@@ -227,34 +227,41 @@ def _throughput_row(config: EngineBenchConfig, llm: LLM, parity: str, fields: di
     )  # fmt: skip
 
 
-def _engine(config: EngineBenchConfig, llm: LLM, num_rows: int, capacity: int) -> Engine:
+def new_engine(config: EngineBenchConfig, llm: LLM, num_rows: int, capacity: int) -> Engine:
+    """Return an engine that finds no prefix again and takes prompts whole."""
     return Engine(llm, EngineConfig(
         max_rows=num_rows, max_context=min(capacity, llm.config.max_position_embeddings), prefix_cache=False,
         max_step_tokens=max(4096, 2 * num_rows), deterministic=config.deterministic,
     ))  # fmt: skip
 
 
-def _greedy(count: int) -> SamplingParams:
+def greedy(count: int) -> SamplingParams:
+    """Return the parameters of so many of the likeliest tokens."""
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
 
 
-def _twin(llm: LLM, dtype: torch.dtype) -> Any:  # noqa: ANN401
+def twin_of(llm: LLM, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    """Return transformers' model with a copy of the weights."""
     weights = dict(llm.transformer.named_parameters())
     return make_twin(llm.config, weights, dtype=dtype, device=str(llm.device)).eval()
 
 
 @torch.no_grad()
-def _parity(config: EngineBenchConfig, llm: LLM, twin: Any) -> str:  # noqa: ANN401
-    """Return "pass", or how far the engine's log-probabilities are off, and how far they may be."""
+def measure_parity(config: EngineBenchConfig, llm: LLM, twin: Any) -> str:  # noqa: ANN401
+    """Return "pass", or how far the engine's log-probabilities are off those of ``twin`` in fp32, and the bound.
+
+    ``twin`` is transformers' model, or our own Transformer, whose forward pass is held to it elsewhere.
+    """
     prompt = [(11 * i) % (llm.config.vocab_size - 5) + 5 for i in range(48)]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
-    done = _engine(config, llm, 1, 128).generate(prompt, params)
+    done = new_engine(config, llm, 1, 128).generate(prompt, params)
     assert done.logprobs is not None, "asked for"
     tokens = torch.tensor(done.token_ids, device=llm.device)
     ids = torch.tensor([[*prompt, *done.token_ids]], device=llm.device)
 
     def logprobs(model: Any) -> Tensor:  # noqa: ANN401
-        logits = model(ids).logits[0, len(prompt) - 1 : -1].double()
+        found = model(ids)
+        logits = (found if isinstance(found, Tensor) else found.logits)[0, len(prompt) - 1 : -1].double()
         return logits.log_softmax(1).gather(1, tokens[:, None])[:, 0]
 
     exact = logprobs(cast_twin(twin, torch.float32))
@@ -264,14 +271,14 @@ def _parity(config: EngineBenchConfig, llm: LLM, twin: Any) -> str:  # noqa: ANN
     return "pass" if off <= bound else f"log-probabilities off by {off:.2e} (root mean square); at most {bound:.2e}"
 
 
-def _bytes_a_step(model: ModelConfig, batch: int, length: int, itemsize: int) -> int:
+def bytes_a_step(model: ModelConfig, batch: int, length: int, itemsize: int) -> int:
     """Return the bytes that a decode step must read: the weights but not the table's other rows, keys and values."""
     table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     keys = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * length
     return itemsize * (model.num_parameters() - table + batch * keys)
 
 
-def _read_rate(config: EngineBenchConfig, device: str) -> float:
+def read_rate(config: EngineBenchConfig, device: str) -> float:
     """Return bytes a second that this device was seen to read."""
     if not config.limits.exists():
         return READ_TBPS * 1e12
@@ -293,7 +300,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _peak(arm: Arm, prompts: list[list[int]], device: torch.device) -> int:
+def peak_of(arm: Arm, prompts: list[list[int]], device: torch.device) -> int:
     """Return the device's most bytes while an arm runs, all arms' weights and caches in it."""
     if device.type != "cuda":
         return 0
@@ -302,18 +309,21 @@ def _peak(arm: Arm, prompts: list[list[int]], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device)
 
 
-def _forget(device: torch.device) -> None:
+def forget(device: torch.device) -> None:
+    """Give back what nobody holds, compiled steps too."""
     gc.collect()
     if device.type == "cuda":
         torch.compiler.reset()
         torch.cuda.empty_cache()
 
 
-def _kept(config: EngineBenchConfig, row: Row) -> Row:
+def kept(config: EngineBenchConfig, row: Row) -> Row:
+    """Return a row, written down where rows are kept."""
     return write_row(config.out, row) if config.out is not None else row
 
 
-def _summary(row: Row) -> str:
+def summary(row: Row) -> str:
+    """Return a row in one line."""
     if row.ours is None:
         return f"{row.workload}: {row.parity}"
     beside = "" if row.peer is None else f", {row.ratio_peer:.2f} x {row.peer_name} ({row.peer:,.0f})"
