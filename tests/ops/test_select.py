@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from microllm import ops
 from microllm.errors import OperatorError
@@ -144,7 +143,8 @@ def entries(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned, "_triton_version", lambda: "3.6.0")
     entry = {
         "op": "linear", "shape": {"N": 4, "K": 8}, "dtype": "bfloat16", "device": "GPU A",
-        "torch": torch.__version__.partition("+")[0], "triton": "3.6.0", "choice": {"rows": 16},
+        "torch": torch.__version__.partition("+")[0], "triton": "3.6.0", "source": tuned.source_of("linear"),
+        "choice": {"rows": 16},
     }  # fmt: skip
 
     def write(*changes):
@@ -170,6 +170,7 @@ def test_a_tuned_choice_is_found_by_operator_shape_dtype_and_environment(entries
         ({}, "GPU B", "tuned on device GPU A, here GPU B"),
         ({"torch": "2.0.0"}, "GPU A", "tuned on torch 2.0.0, here 2"),
         ({"triton": "3.5.0"}, "GPU A", "tuned on triton 3.5.0, here 3.6.0"),
+        ({"source": "0"}, "GPU A", "tuned on source 0, here "),
     ],
 )
 def test_a_choice_of_another_environment_is_ignored_and_reported(entries, change, device, why):
@@ -181,7 +182,7 @@ def test_a_choice_of_another_environment_is_ignored_and_reported(entries, change
 
 def test_a_file_with_something_else_in_it_is_refused(entries):
     entries({"speed": 3})
-    with pytest.raises(ValidationError, match="speed"):
+    with pytest.raises(OperatorError, match=r"tuned\d\.json: got entries\.0\.speed"):
         tuned.ignored("GPU A")
 
 

@@ -20,7 +20,7 @@ from microllm.errors import MicroLLMError
 
 COMMANDS = (
     "generate", "chat", "inspect", "align", "doctor", "pull", "bench", "probe", "profile", "lab", "serve", "data",
-    "train", "attach", "structures",
+    "train", "attach", "structures", "tune",
 )  # fmt: skip
 
 
@@ -51,6 +51,8 @@ def command_class(name: str) -> Any:  # noqa: ANN401, C901 - dataclasses with no
             from microllm.cli.data import Data as command
         case "attach":
             from microllm.cli.attach import Attach as command
+        case "tune":
+            from microllm.cli.tune import Tune as command
         case "structures":
             from microllm.cli.structures import Structures as command
         case "train":

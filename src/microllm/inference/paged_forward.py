@@ -77,8 +77,7 @@ class PagedForward:
         cos, sin = model.rotary(torch.arange(context, device=device)[None])
         self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
         self._linear = ops.linear_one_tiling if one_tiling else ops.linear
-        self._split = max(pool.page_tokens, 64 if context <= 1024 else 128 if context <= 8192 else 256)
-        self._one_split = one_tiling
+        self._context, self._one_split = context, one_tiling
         self._scale = model.config.head_dim**-0.5
 
     def hidden(self, group: RowGroup, arena: Arena) -> Tensor:
@@ -105,8 +104,13 @@ class PagedForward:
         return ops.linear(last, self.model.head_weight_VD, out=out)
 
     def _split_of(self, group: RowGroup) -> int:
-        """Return how many keys a program walks: many rows fill the GPU with fewer parts, where bits may follow."""
-        return self._split * (2 if group.num_rows > 8 and not self._one_split else 1)
+        """Return how many keys a program walks, the same for any number of rows where their bits must be."""
+        config, weight = self._config, self.model.norm.weight
+        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        return ops.decode_split(
+            group.num_rows, heads, self.pool.page_tokens, self._context, weight.dtype, weight.device,
+            one_for_all_rows=self._one_split,
+        )  # fmt: skip
 
     def _heads(self, qkv: Tensor, group: RowGroup) -> Sequence[Tensor]:
         """Return a packed projection as views of its queries, keys and values: [A, T, heads, K] each."""

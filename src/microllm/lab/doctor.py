@@ -15,6 +15,7 @@ import torch
 
 from microllm.errors import MicroLLMError
 from microllm.io.demo import fetch_demo
+from microllm.ops import tuned
 
 EXTRAS: dict[str, tuple[str, str]] = {
     "triton": ("gpu", "fast kernels on a GPU"),
@@ -41,7 +42,7 @@ class Finding:
 
 def examine_machine() -> list[Finding]:
     """Return what this machine has, in the order a newcomer needs to know it."""
-    return [*_hardware(), *_packages(), _demo()]
+    return [*_hardware(), *_packages(), _tuned(), _demo()]
 
 
 def _hardware() -> list[Finding]:
@@ -76,6 +77,16 @@ def _packages() -> list[Finding]:
         state = f"{version} ({purpose})" if present else f"absent ({purpose})"
         found.append(Finding(package, state, present, remedy))
     return found
+
+
+def _tuned() -> Finding:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        count, unused = len(tuned.entries()), tuned.ignored(tuned.device_name(device))
+    except MicroLLMError as error:
+        return Finding("tuned choices", str(error), False, "restore the file")
+    state = f"{count}, {len(unused)} not used here" + (f" ({unused[0]})" if unused else "")
+    return Finding("tuned choices", state, not unused, "microllm tune --accept finds new ones" if unused else "")
 
 
 def _demo() -> Finding:

@@ -15,7 +15,7 @@ from microllm.ops.advance import ADVANCE_ROWS, advance_rows
 from microllm.ops.argmax import ARGMAX, LM_HEAD_ARGMAX, argmax, lm_head_argmax
 from microllm.ops.arithmetic import ARITHMETIC, add, add_bias, causal_softmax, matmul, multiply, softmax
 from microllm.ops.attention import ATTENTION, FULL, VARLEN, attention, attention_full, attention_varlen
-from microllm.ops.attention_paged import DECODE, PREFILL, attention_decode, attention_prefill
+from microllm.ops.attention_paged import DECODE, PREFILL, attention_decode, attention_prefill, decode_split
 from microllm.ops.attention_step import ATTENTION_STEP, attention_step
 from microllm.ops.contract import Contract
 from microllm.ops.cross_entropy import LOSSES, cross_entropy, linear_cross_entropy, linear_cross_entropy_gradients
@@ -65,9 +65,9 @@ def select(name: str, example: Mapping[str, Any]) -> Choice:
 __all__ = [
     "CONTRACTS", "OPERATORS", "Choice", "adamw", "add", "add_bias", "add_rms_norm", "advance_rows", "argmax",
     "as_tensor", "attention", "attention_decode", "attention_full", "attention_prefill", "attention_step",
-    "attention_varlen", "batch_invariant", "causal_softmax", "cross_entropy", "dequantise_fp8", "dequantise_int4",
-    "dequantise_int8", "embedding", "is_watched", "kv_store", "kv_store_paged", "ledger", "linear",
-    "linear_cross_entropy", "linear_cross_entropy_gradients", "linear_fp8", "linear_int4", "linear_int8",
+    "attention_varlen", "batch_invariant", "causal_softmax", "cross_entropy", "decode_split", "dequantise_fp8",
+    "dequantise_int4", "dequantise_int8", "embedding", "is_watched", "kv_store", "kv_store_paged", "ledger",
+    "linear", "linear_cross_entropy", "linear_cross_entropy_gradients", "linear_fp8", "linear_int4", "linear_int8",
     "linear_one_tiling", "linear_residual", "lm_head_argmax", "matmul", "multiply", "norm_linear",
     "norm_linear_swiglu", "overlapped", "penalise", "qk_norm_rope", "quantise_fp8", "quantise_int4",
     "quantise_int8", "rms_norm", "rope", "sample", "select", "softmax", "swiglu", "use",

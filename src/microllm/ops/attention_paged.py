@@ -20,6 +20,10 @@ from microllm.ops.contract import INT64, TRITON, Arg, Contract, Out, Rule, Sink,
 from microllm.ops.kv_store import TABLE, page_rules, pages
 from microllm.ops.operator import Operator
 
+CONTEXTS = (1024, 8192, 1 << 20)
+"""Slots a row, rounded up to which a split is chosen; more than the last count as the last."""
+ROWS = (1, 8, 32, 256)
+"""Rows of a call, likewise, for tuned splits."""
 _ROW_MULTIPLE = 16  # torch's CPU products change their bits below 16 rows
 
 
@@ -38,6 +42,42 @@ def attention_decode(
             position or its page is out of range.
     """
     return DECODE(q, k_pages, v_pages, page_table, positions, scale, split, out=out, sink=sink)
+
+
+def split_key(num_rows: int, heads: tuple[int, int, int], page_tokens: int, context: int) -> dict[str, int]:
+    """Return the shape that a tuned split is known by: rows and context rounded up, heads (H, G, D), slots a page."""
+    A, N = (
+        next((size for size in sizes if size >= n), sizes[-1]) for sizes, n in ((ROWS, num_rows), (CONTEXTS, context))
+    )
+    return dict(zip("AHGDSN", (A, *heads, page_tokens, N), strict=True))
+
+
+def decode_split(
+    num_rows: int, heads: tuple[int, int, int], page_tokens: int, context: int, dtype: torch.dtype,
+    device: torch.device, *, one_for_all_rows: bool,
+) -> int:  # fmt: skip
+    """Return how many keys a program of ``attention_decode`` walks, for rows of at most ``context`` tokens.
+
+    A longer context takes longer splits, and so do many rows, which fill the GPU with fewer parts; or what the tuner
+    found. ``one_for_all_rows``: bits may not follow the number of rows, so neither may the split, nor a tuned one.
+
+    Units:   tokens
+    Raises:
+        OperatorError: ``tuned.json`` is damaged.
+    """
+    built_in = max(page_tokens, 64 if context <= 1024 else 128 if context <= 8192 else 256)
+    if one_for_all_rows:
+        return built_in
+    from microllm.ops.tuned import damaged, device_name, has_entries, tuned  # noqa: PLC0415 - brings pydantic
+
+    shape = split_key(num_rows, heads, page_tokens, context)
+    found = tuned("attention_decode", shape, dtype, device_name(device)) if has_entries() else None
+    if found is None:
+        return built_in * (2 if num_rows > 8 else 1)
+    split = found.get("split", 0)
+    if len(found) != 1 or split <= 0 or split % page_tokens:
+        raise damaged(f"{found} in the entry for attention_decode {shape}")
+    return split
 
 
 def attention_prefill(

@@ -184,10 +184,7 @@ def test_fp32_has_no_matrix_instruction():
 
 def test_the_choice_is_data(tmp_path, monkeypatch):
     """Entries of {N, K} change the order of all rows, entries of {M, N, K} the form and tiles of their bucket."""
-    entry = {
-        "op": "linear", "dtype": "bfloat16", "device": "GPU A", "torch": torch.__version__.partition("+")[0],
-        "triton": tuned._triton_version(),
-    }  # fmt: skip
+    entry = {"op": "linear", "dtype": "bfloat16", **tuned.environment("linear", "GPU A")}
     entries = [
         entry | {"shape": {"N": 64, "K": 128}, "choice": {"WARPS_K": 4, "fma_rows": 2}},
         entry | {"shape": {"M": 8, "N": 64, "K": 128}, "choice": {"form": FORMS.index("mma"), "BLOCK_N": 32}},

@@ -11,6 +11,10 @@ among its levels has an entry here, and an entry here has such a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from microllm.ops.kernels import (
     adamw,
     advance,
@@ -20,6 +24,7 @@ from microllm.ops.kernels import (
     cross_entropy,
     kv_store,
     linear,
+    linear_choice,
     linear_cross_entropy,
     linear_quantised,
     quantise,
@@ -28,7 +33,12 @@ from microllm.ops.kernels import (
     sample,
     swiglu,
 )
-from microllm.ops.kernels.launch import Compiled, Kernel
+from microllm.ops.kernels.launch import Compiled, Kernel, noting
+
+
+def _linear(op: str, run: Callable[..., Any], suits: Callable[..., tuple[bool, str]]) -> Kernel:
+    return Kernel(run, noting(suits, partial(linear_choice.is_tuned, op)))
+
 
 KERNELS: dict[str, Kernel] = {
     "rms_norm": Kernel(rms_norm.run, rms_norm.suits),
@@ -49,24 +59,27 @@ KERNELS: dict[str, Kernel] = {
     "dequantise_int8": Kernel(quantise.run_from_int8, quantise.suits),
     "dequantise_fp8": Kernel(quantise.run_from_fp8, quantise.suits),
     "dequantise_int4": Kernel(quantise.run_from_int4, quantise.suits),
-    "linear": Kernel(linear.run, linear.suits),
-    "linear_residual": Kernel(linear.run_residual, linear.suits),
-    "norm_linear": Kernel(linear.run_norm, linear.suits),
-    "norm_linear_swiglu": Kernel(linear.run_norm_swiglu, linear.suits),
+    "linear": _linear("linear", linear.run, linear.suits),
+    "linear_residual": _linear("linear_residual", linear.run_residual, linear.suits),
+    "norm_linear": _linear("norm_linear", linear.run_norm, linear.suits),
+    "norm_linear_swiglu": _linear("norm_linear_swiglu", linear.run_norm_swiglu, linear.suits),
     "linear_one_tiling": Kernel(linear.run_one_tiling, linear.suits_any),
-    "linear_int8": Kernel(linear_quantised.run_int8, linear_quantised.suits),
-    "linear_fp8": Kernel(linear_quantised.run_fp8, linear_quantised.suits),
-    "linear_int4": Kernel(linear_quantised.run_int4, linear_quantised.suits),
+    "linear_int8": _linear("linear_int8", linear_quantised.run_int8, linear_quantised.suits),
+    "linear_fp8": _linear("linear_fp8", linear_quantised.run_fp8, linear_quantised.suits),
+    "linear_int4": _linear("linear_int4", linear_quantised.run_int4, linear_quantised.suits),
     "argmax": Kernel(argmax.run, argmax.suits),
-    "lm_head_argmax": Kernel(argmax.run_head, argmax.suits_head),
+    "lm_head_argmax": _linear("lm_head_argmax", argmax.run_head, argmax.suits_head),
     "sample": Kernel(sample.run, argmax.suits),
     "penalise": Kernel(sample.run_penalise, argmax.suits),
     "linear_cross_entropy": Kernel(linear_cross_entropy.run, linear_cross_entropy.suits),
     "linear_cross_entropy_gradients": Kernel(linear_cross_entropy.run_gradients, linear_cross_entropy.suits),
     "kv_store_paged": Kernel(kv_store.run, kv_store.suits),
-    "attention_decode": Kernel(attention_decode.run, attention_decode.suits),
+    "attention_decode": Kernel(attention_decode.run, noting(attention_decode.suits, attention_decode.is_tuned)),
     "attention_prefill": Kernel(attention_prefill.run, attention_prefill.suits),
-    "attention_step": Kernel(attention_decode.run_step, attention_decode.suits_step),
+    "attention_step": Kernel(
+        attention_decode.run_step,
+        noting(attention_decode.suits_step, lambda q, k, v, cos, sin, *rest: attention_decode.is_tuned(q, *rest)),
+    ),
 }
 """Every kernel by its operator's name."""
 

@@ -18,11 +18,14 @@ Bytes:   the keys and values up to each row's last position, once for each 16 of
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from microllm.ops.attention_paged import split_key
 from microllm.ops.contract import Out, Outs, Sink
 from microllm.ops.kernels.attention_parts import (
     angles_of,
@@ -39,6 +42,7 @@ from microllm.ops.kernels.attention_parts import (
 from microllm.ops.kernels.launch import Compiled, capped, overlapping, pdl, scratch, stream_of, zeros
 from microllm.ops.kernels.pages import MAX_D, alike, as_stored, attend, padded, takes_fp32, write
 from microllm.ops.target import target_of
+from microllm.ops.tuned import device_name, tuned
 
 MAX_ROWS = 1024
 """Most rows of a call: each program counts the splits of all of them."""
@@ -159,6 +163,13 @@ def suits_step(
     if not (alike(k, v) and alike(cos, sin) and cos.shape[1] > 0):
         return False, "k and v, or cos and sin, lie differently, or no pair turns"
     return suits(q, k_pages, v_pages, *rest)
+
+
+def is_tuned(q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, *rest: Any) -> bool:
+    """Say whether a call's split is the one that an entry of ``tuned.json`` has for it."""
+    (A, _, H, D), (S, G) = q.shape, k_pages.shape[1:3]
+    shape = split_key(A, (H, G, D), S, page_table.shape[1] * S)
+    return tuned("attention_decode", shape, q.dtype, device_name(q.device)) == {"split": rest[-1]}
 
 
 def run(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from microllm.ops.select import is_overlapped
 from microllm.ops.target import Target, target_of
+from microllm.ops.tuned import has_entries
 
 
 class Kernel(NamedTuple):
@@ -43,6 +44,16 @@ class Compiled(NamedTuple):
     fusion: bool = True  # False: no product is fused with a sum but by tl.fma (Triton's enable_fp_fusion)
     max_registers: int = 0  # a thread, where a launch is ``capped``
     may_spill: int = 0  # bytes a thread that were measured to cost less than what the registers bring
+
+
+def noting(suits: Callable[..., tuple[bool, str]], is_tuned: Callable[..., bool]) -> Callable[..., tuple[bool, str]]:
+    """Return ``suits`` with a reason that says "tuned" where an entry of ``tuned.json`` has a part in the call."""
+
+    def told(*values: Any) -> tuple[bool, str]:
+        good, reason = suits(*values)
+        return good, f"{reason}; tuned" if good and has_entries() and is_tuned(*values) else reason
+
+    return told
 
 
 def row_stride(x: Tensor | None) -> int:

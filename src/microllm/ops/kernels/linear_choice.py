@@ -2,7 +2,8 @@
 
 Place: asked by ``linear.multiply`` for each call that is not replayed. Two entries of ``tuned.json`` speak of a matrix:
 of {N, K} what fixes the bits of the mma form (WARPS_K, KB, SUMS) and the most rows that take the fma form (fma_rows);
-of {M, N, K}, M rounded up to a bucket, the form (0 fma, 1 mma, 2 tile) and that form's blocks.
+of {M, N, K}, M rounded up to a bucket, the form (0 fma, 1 mma, 2 tile) and that form's blocks. Inside
+``batch_invariant`` only the former counts: it is one for every number of rows.
 
 The defaults are an H200's: one row takes fp32 multiply-adds; up to 16 rows matrix instructions straight from memory;
 from 17 rows on tiles, for narrow matrices where there is shared memory for long steps. Inside ``batch_invariant`` every
@@ -15,13 +16,15 @@ Axes:    M = rows, N = rows of the weight, NY = outputs, K = in, J = positions o
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
-from microllm.ops.target import INTERPRETER, MUCH_SHARED_BYTES, Target
-from microllm.ops.tuned import tuned
+from microllm.ops.select import is_batch_invariant
+from microllm.ops.target import INTERPRETER, MUCH_SHARED_BYTES, Target, target_of
+from microllm.ops.tuned import damaged, device_name, tuned
 
 FORMS = ("fma", "mma", "tile")
 BUCKETS = (1, 8, 16, 32, 64, 256)
@@ -30,6 +33,8 @@ WIDE = 4096
 """Outputs from which on tiles of 64 fill the multiprocessors."""
 REGISTERS = 112
 """Registers a thread for weights on their way: what is resident early is what is fetched early."""
+MOST_SPLIT, COUNTERS = 64, 4096
+"""Rows up to which programs may share K, and the tiles whose ends are counted."""
 Tile = dict[str, int]
 
 
@@ -65,36 +70,86 @@ class Matrix(NamedTuple):
         return self.lane * (self.dtype.itemsize if self.format == "plain" else 1) // 4
 
 
+def matrix_of(op: str, N: int, K: int, dtype: torch.dtype) -> Matrix:
+    """Return a linear operator's weight [N, K] as the choice sees it."""
+    form = {"linear_int8": "int8", "linear_fp8": "e4m3fn", "linear_int4": "int4"}.get(op, "plain")
+    return Matrix(op, N, K, dtype, form, op.endswith("swiglu"), op.startswith("norm"))
+
+
 class Choice(NamedTuple):
-    """A form, its constants, and how it is launched."""
+    """A form, its constants, how it is launched, and whether an entry of ``tuned.json`` had a part in it."""
 
     form: str
     constants: Tile
     num_warps: int
     num_stages: int = 1
+    tuned: bool = False
 
 
 @cache
 def choose(matrix: Matrix, M: int, target: Target, device: str, one_order: bool) -> Choice:
     """Return form and tiles for M rows on a device (its target and name)."""
-    order = _order(matrix) | (tuned(matrix.op, {"N": matrix.N, "K": matrix.K}, matrix.dtype, device) or {})
-    bucket = next((size for size in BUCKETS if size >= M), BUCKETS[-1])
-    found = tuned(matrix.op, {"M": bucket, "N": matrix.N, "K": matrix.K}, matrix.dtype, device) or {}
-    form = FORMS[found["form"]] if found else _form(matrix, M, order["fma_rows"], target)
-    if one_order and form != "mma":
-        form, found = "mma", {}
+    of_all = _entry(matrix, {"N": matrix.N, "K": matrix.K}, device)
+    order = _order(matrix) | of_all
+    bucket = bucket_of(M)
+    found = {} if one_order else _entry(matrix, {"M": bucket, "N": matrix.N, "K": matrix.K}, device)
+    form = FORMS[found["form"]] if found else "mma" if one_order else _form(matrix, M, order["fma_rows"], target)
+    is_tuned = bool(found or of_all)
     if form == "mma" and target != INTERPRETER and (matrix.dtype == torch.float32 or target.warp_size != 32):
         tile = wide_tile(matrix, 16, target)  # never split: its rows' bits are promised
         return Choice("tile", _only(tile, _TILE), tile["num_warps"], tile["STAGES"])
     if form == "mma":
         tile = _mma_tile(matrix, bucket, order, target) | found
-        return Choice(form, _only(tile, _MMA) | _only(order, _ORDER), order["WARPS_K"])
+        return Choice(form, _only(tile, _MMA) | _only(order, _ORDER), order["WARPS_K"], tuned=is_tuned)
     tile = (_fma_tile(matrix, target) if form == "fma" else _split_tile(matrix, M, target)) | found
-    return Choice(form, _only(tile, _FMA if form == "fma" else _TILE), tile["num_warps"], tile.get("STAGES", 1))
+    names = _FMA if form == "fma" else _TILE
+    return Choice(form, _only(tile, names), tile["num_warps"], tile.get("STAGES", 1), bool(found))
+
+
+def is_tuned(op: str, x: Tensor, *rest: Any) -> bool:
+    """Say whether an entry has a part in the choice for a call of a linear operator."""
+    w = next(each for each in rest if isinstance(each, Tensor) and each.dim() == 2)
+    M, matrix = x.numel() // x.shape[-1], matrix_of(op, w.shape[0], x.shape[-1], x.dtype)
+    return choose(matrix, M, target_of(x.device), device_name(x.device), is_batch_invariant()).tuned
+
+
+def bucket_of(M: int) -> int:
+    """Return the number of rows whose entry counts for M rows."""
+    return next((size for size in BUCKETS if size >= M), BUCKETS[-1])
 
 
 _ORDER, _MMA = ("WARPS_K", "KB", "SUMS"), ("BLOCK_M", "BLOCK_N", "EARLY", "AHEAD")
 _FMA, _TILE = ("ROWS", "REP", "BLOCK_K", "EARLY"), ("BLOCK_M", "BLOCK_N", "BLOCK_K", "STAGES", "SPLIT")
+
+
+def fault(matrix: Matrix, shape: Tile, entry: Tile) -> str:
+    """Return what in an entry no launch takes, or nothing."""
+    if "M" not in shape:
+        allowed: tuple[str, ...] = (*_ORDER, "fma_rows")
+    elif entry.get("form") not in range(len(FORMS)):
+        return f"form {entry.get('form')}"
+    else:
+        allowed = ("form", *((*_FMA, "num_warps"), _MMA, (*_TILE, "num_warps"))[entry["form"]])
+    for name, size in entry.items():
+        if name not in allowed:
+            return f"{name}, which is none of {', '.join(allowed)}"
+        is_count = name in ("form", "EARLY", "AHEAD", "STAGES", "fma_rows")
+        if size < (name not in ("form", "EARLY", "fma_rows")) or not (is_count or size & (size - 1) == 0):
+            return f"{name} {size}"
+    if entry.get("SPLIT", 1) > 1:
+        tiles = triton.cdiv(matrix.outputs, entry.get("BLOCK_N", 16)) * triton.cdiv(
+            shape["M"], entry.get("BLOCK_M", 16)
+        )
+        if matrix.swiglu or matrix.normed or shape["M"] > MOST_SPLIT or tiles > COUNTERS:
+            return f"SPLIT above 1 with a gain, SwiGLU, more than {MOST_SPLIT} rows or {COUNTERS} tiles"
+    return ""
+
+
+def _entry(matrix: Matrix, shape: Tile, device: str) -> Tile:
+    found = tuned(matrix.op, shape, matrix.dtype, device) or {}
+    if found and (what := fault(matrix, shape, found)):
+        raise damaged(f"{what} in the entry for {matrix.op} {shape}")
+    return found
 
 
 def _only(tile: Tile, names: tuple[str, ...]) -> Tile:
@@ -175,9 +230,3 @@ def _split_tile(matrix: Matrix, M: int, target: Target) -> Tile:
     if not (matrix.swiglu or matrix.normed):
         tile["SPLIT"] = next(n for n in (8, 4, 2, 1) if n == 1 or (tiles * n <= 132 and steps >= 2 * n - 1))
     return tile
-
-
-@cache
-def device_name(device: torch.device) -> str:
-    """Return the name that tuned entries know a device by."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else INTERPRETER.name
