@@ -46,7 +46,9 @@ def test_what_is_prewarmed_is_made_once_and_leaves_no_request_cold(llm, plain, p
     assert shapes == {(kind, rows, 1) for kind in ("decode", "greedy", "sampled") for rows in (1, 2, 4, 8)} | {
         ("prompt", 1, width) for width in (16, 32, 48, 64, 80, 96)
     }
-    assert report.num_bytes == engine._runner.arena_bytes > 0 < report.ms
+    tables = engine._runner.forward.table_bytes + engine._runner._tables.num_bytes
+    assert report.num_bytes + tables == engine.memory().arena_bytes
+    assert report.num_bytes > 0 < report.ms
     assert engine.prewarm().shapes == ()
     for text, params in zip(prompts, (GREEDY, WARM, replace(GREEDY, logprobs=1)) * 2, strict=True):
         (request,) = engine.add(text, params)
@@ -201,6 +203,29 @@ def test_one_row_folds_its_norms_into_products_only_where_bits_may_follow_the_nu
             forward.hidden(group, Arena(forward, group, num_rows))
         folded = any(entry.op == "norm_linear" for entry in ran)
         assert folded == (num_rows == 1 and not one_tiling)
+
+
+def test_a_step_holds_less_than_an_empty_page_a_request_bursts_under_way_or_not(llm, prompts):
+    engine, in_bursts = with_bursts(llm, page_tokens=4, max_rows=4), 0
+    for number, text in enumerate(prompts * 2):
+        engine.add(text, replace(GREEDY, max_tokens=5 + number))
+    while engine.has_work:
+        engine.step()
+        report = engine.report()
+        in_bursts += engine._bursts.under_way
+        assert report.kv.wasted_bytes < max(report.num_running, 1) * engine.pool.page_bytes
+    assert in_bursts > 5
+
+
+def test_memory_is_weights_pool_and_arena(llm, prompts):
+    engine = with_bursts(llm)
+    engine.generate(prompts, GREEDY)
+    memory = engine.memory()
+    assert memory.weight_bytes >= 4 * llm.config.num_parameters()
+    assert memory.pool_bytes == engine.pool.num_bytes
+    assert memory.accounted_bytes == memory.weight_bytes + memory.pool_bytes + memory.arena_bytes
+    assert memory.arena_bytes > engine._runner.passing_bytes > 0
+    assert memory.peak_bytes is None
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -50,6 +50,8 @@ def alone(prompt, max_tokens, same_bits):
 class HashRunner:
     """Stands in for the model: what it reads through a request's pages is all that it knows."""
 
+    num_cold = 0
+
     def __init__(self, engine, same_bits):
         self.engine, self.same_bits = engine, same_bits
         self.memory, self.num_runs = {}, 0

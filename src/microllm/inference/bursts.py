@@ -48,6 +48,16 @@ class Bursts:
         """Return whether tokens are still to be read."""
         return self._flight is not None
 
+    def num_ahead(self) -> dict[Request, int]:
+        """Return how many tokens, beyond those handed out, the bursts under way store for each of their requests."""
+        flight = self._flight
+        if flight is None:
+            return {}
+        return {
+            request: min(position + flight.num_launched, request.max_stored_tokens) - request.num_computed
+            for request, position in zip(flight.requests, flight.first_positions, strict=True)
+        }
+
     def begin(self, chunks: Sequence[Chunk]) -> bool:
         """Launch a burst in place of a planned step, where all of its rows can take one."""
         if not all(_by_itself(chunk) for chunk in chunks):

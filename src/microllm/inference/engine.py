@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, overload
+
+import torch
 
 from microllm.errors import ConfigError, RequestError
 from microllm.inference.bursts import Bursts, count_tokens
 from microllm.inference.completion import Completion, StreamPiece
 from microllm.inference.draft_model import ModelProposer
 from microllm.inference.engine_config import EngineConfig
+from microllm.inference.engine_report import EngineMemory, EngineReport
 from microllm.inference.graph_runner import BURST_STEPS, GraphRunner, padded_width
 from microllm.inference.placement import PACKED_PRECISIONS
 from microllm.inference.prewarm import PrewarmReport
@@ -30,32 +32,10 @@ from microllm.inference.sequence import GeneratedSequence
 from microllm.inference.verify import accept_tokens
 from microllm.sampling import SamplingParams
 from microllm.sampling.draft import Draft, NgramProposer
-from microllm.step import PageAllocator, PagePool, PoolUse, count_pages, layer_dtypes, page_bytes
+from microllm.step import PageAllocator, PagePool, count_pages, layer_dtypes, page_bytes
 
 if TYPE_CHECKING:
     from microllm.inference.llm import LLM
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineReport:
-    """What an engine is doing and has done since it was made.
-
-    Units:   ``draft_bytes`` are a draft model's caches, beside ``kv``: a dense row for each request that guesses
-    Numbers: prefix tokens were found in the pool and not computed; accepted drafts are those that the model chose too;
-             failed ones are calls that raised, whose step went on without a guess
-    """
-
-    num_steps: int
-    num_waiting: int
-    num_running: int
-    num_preemptions: int
-    num_prefix_tokens: int
-    num_drafts_proposed: int
-    num_drafts_accepted: int
-    num_drafts_failed: int
-    num_cached_pages: int
-    kv: PoolUse
-    draft_bytes: int
 
 
 class Engine:
@@ -235,7 +215,9 @@ class Engine:
         """Return the counters and where the pool's bytes are."""
         with self.lock:
             scheduler, allocator = self.scheduler, self.scheduler.allocator
-            idle = sum(len(r.pages) * self.config.page_tokens - r.num_computed for r in scheduler.running)
+            ahead = {} if self._bursts is None else self._bursts.num_ahead()
+            page = self.config.page_tokens
+            idle = sum(max(len(r.pages) * page - r.num_computed - ahead.get(r, 0), 0) for r in scheduler.running)
             return EngineReport(
                 num_steps=self._num_steps, num_waiting=len(scheduler.waiting), num_running=len(scheduler.running),
                 num_preemptions=scheduler.num_preemptions, num_prefix_tokens=scheduler.num_prefix_tokens,
@@ -250,6 +232,16 @@ class Engine:
         if not isinstance(salt, bytes):
             raise RequestError(f"got a salt of type {type(salt).__name__}; need bytes; encode it")
         return self.submit(self.llm.sequences(prompts, params), salt=salt)
+
+    def memory(self) -> EngineMemory:
+        """Return where the memory is; on a GPU call ``torch.cuda.reset_peak_memory_stats`` where a peak is to begin."""
+        model, device = self.llm.transformer, self.llm.device
+        weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        return EngineMemory(
+            weight_bytes=sum(weights.values()), pool_bytes=self.pool.num_bytes, peak_bytes=peak,
+            arena_bytes=self._runner.arena_bytes + self._runner.passing_bytes,
+        )  # fmt: skip
 
     def submit(self, sequences: Sequence[GeneratedSequence], *, salt: bytes = b"") -> list[Request]:
         """Queue sequences of this engine's model that have not begun, all or none; return their requests.

@@ -63,8 +63,8 @@ class GraphRunner:
     same_bits = False
     num_cold = 0
     """Shapes that were made when a step met them, or by ``prewarm``."""
-    arena_bytes = 0
-    """Bytes of all buffers that shapes keep."""
+    passing_bytes = 0
+    """Bytes of the largest buffers of a prompt that ran uncaptured, and gave them back."""
 
     def __init__(
         self, model: Transformer, pool: PagePool, *, num_slots: int, context: int, deterministic: bool,
@@ -75,6 +75,8 @@ class GraphRunner:
         self.graphs = Graphs(self.device, enabled=captures)
         self._deterministic, self._max_drafts, self._num_slots = deterministic, max_drafts, num_slots
         self._tables = PageTables(num_slots, self.forward.pages_a_row, self.device)
+        self.arena_bytes = self.forward.table_bytes + self._tables.num_bytes
+        """Bytes of tables, and of all buffers that shapes keep."""
         self._passes: dict[tuple[int, int, int], Captured] = {}
         self._bursts: dict[tuple[int, Choosing], CapturedBurst] = {}
         self._met: set[tuple[int, int]] = set()
@@ -173,7 +175,7 @@ class GraphRunner:
         many = chunks[0].num_logits > 1
         if many:
             group = RowGroup(1, len(chunks[0].token_ids), decodes=False, device=self.device)
-            found = self._captured(group, Arena(self.forward, group, chunks[0].num_logits), captures=False)
+            found = self._uncaptured(group, chunks[0].num_logits)
         else:
             found = self._prompt_pass(len(chunks), padded_width(len(chunks[0].token_ids)))
         self._fill(found, chunks)
@@ -196,7 +198,14 @@ class GraphRunner:
         self._met.add((num_rows, width))
         self.num_cold += 1
         group = RowGroup(num_rows, width, decodes=False, device=self.device)
-        return self._captured(group, Arena(self.forward, group, num_rows), captures=False)
+        return self._uncaptured(group, num_rows)
+
+    def _uncaptured(self, group: RowGroup, num_wanted: int) -> Captured:
+        """Return the pass of a prompt that comes once."""
+        arena = Arena(self.forward, group, num_wanted)
+        found = self._captured(group, arena, captures=False)
+        self.passing_bytes = max(self.passing_bytes, arena.num_bytes + found.logits.nbytes)
+        return found
 
     def _pass(self, num_rows: int, width: int, num_wanted: int) -> Captured:
         """Return the captured pass of a shape; ``num_wanted`` -1: decoding rows, all of whose logits are wanted."""

@@ -80,6 +80,11 @@ class PagedForward:
         self._context, self._one_split = context, one_tiling
         self._scale = model.config.head_dim**-0.5
 
+    @property
+    def table_bytes(self) -> int:
+        """Return the bytes of the tables of rotations."""
+        return self._cos.nbytes + self._sin.nbytes
+
     def hidden(self, group: RowGroup, arena: Arena) -> Tensor:
         """Run all layers over a group's tokens and return the stream after them, [N, D], in the arena."""
         ops.embedding(group.token_ids.flatten(), self.model.embed_tokens.weight, out=arena.x)

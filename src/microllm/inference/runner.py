@@ -49,7 +49,7 @@ class ModelRunner:
     ``same_bits``: a token's keys and values have the same bytes whether a prompt's chunk or decoding wrote them.
     """
 
-    num_cold = arena_bytes = 0
+    num_cold = arena_bytes = passing_bytes = 0
 
     def __init__(
         self, model: Transformer, pool: PagePool, *, num_slots: int, context: int, deterministic: bool, max_drafts: int

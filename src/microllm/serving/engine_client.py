@@ -59,6 +59,7 @@ class EngineFacts:
     warm_ms: float
     warm_shapes: int
     warm_bytes: int
+    memory: dict[str, Any]
 
 
 class Ticket:

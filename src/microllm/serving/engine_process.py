@@ -209,7 +209,7 @@ def load_engine(options: Message) -> tuple[Engine, Message]:
         "precision": llm.precision, "device": str(llm.device), "longest_tokens": longest, "pool_tokens": pool_tokens,
         "page_tokens": config.page_tokens, "max_rows": config.num_rows, "defaults": defaults,
         "load_ms": 1e3 * (loaded - started), "warm_ms": 1e3 * (time.perf_counter() - loaded),
-        "warm_shapes": len(warmed.shapes), "warm_bytes": warmed.num_bytes,
+        "warm_shapes": len(warmed.shapes), "warm_bytes": warmed.num_bytes, "memory": asdict(engine.memory()),
     }  # fmt: skip
     return engine, facts
 

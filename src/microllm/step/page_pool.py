@@ -160,6 +160,11 @@ class PageTables:
         self._device_RN = self._host_RN.to(device)
         self._changed = False
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes on the device."""
+        return self._device_RN.nbytes
+
     def write(self, slot: int, first: int, pages: Sequence[int]) -> None:
         """Set a slot's entries from number ``first`` on."""
         if pages:
