@@ -344,6 +344,12 @@ def test_an_entry_of_another_environment_is_not_used_and_said_to_be(bench, tmp_p
     assert "1 not used here" in " ".join(capsys.readouterr().out.split())
 
 
+def test_the_packaged_table_is_as_the_tuner_writes_it():
+    """So that a run that finds nothing leaves no change."""
+    whole = tuned.TunedFile(format=1, entries=tuned.entries())
+    assert tuned.PATH.read_text() == whole.model_dump_json(indent=1) + "\n"
+
+
 def test_the_source_of_every_tunable_operator_is_read_from_files_that_are_there():
     launched = {kernel.fn.__module__ for kernel in linear.KERNELS.values()}
     assert {f"{name.rpartition('.')[2]}.py" for name in launched} <= set(tuned._LINEAR)
@@ -439,6 +445,21 @@ def test_a_stopped_run_leaves_a_whole_report_of_what_was_done_and_no_other_file(
     assert list(tuned.PATH.parent.iterdir()) == [tuned.PATH]
 
 
+def test_what_cannot_be_written_is_told_before_anything_is_timed(bench, tmp_path, accepting, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        tuner.tune(config(tmp_path, out=tmp_path / "file" / "x.json"))
+
+    def refused(path, data):
+        if path == tuned.PATH:
+            raise PermissionError(13, "read-only", str(path))
+
+    monkeypatch.setattr(tuned, "write_atomic", refused)
+    with pytest.raises(PermissionError):
+        tuner.tune(config(tmp_path, accept=True))
+    assert not bench.timed
+
+
 def test_the_report_reads_back_and_holds_what_was_rejected(bench, tmp_path):
     bench.fault = lambda choice, M: 1.0 * (choice.form == "tile")
     report = tuner.tune(config(tmp_path, quick=True))
@@ -475,12 +496,11 @@ PAGES_OF_48 = ["--op", "attention_decode", "--shape", "A2 H4 G2 D16 S48 N8"]
         (["--quick", "--accept"], "decides nothing"),
         (["--accept"], "need a GPU"),
         (["--most", "0"], "got most 0"),
-        (["--device", "cuda"], "no GPU"),
+        (["--device", "cuda:99"], "got device 'cuda:99'; need one that this machine has"),
+        (["--device", "gpu"], "got device 'gpu'; need one that this machine has"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_to_do(bench, tmp_path, capsys, words, text):
-    if text == "no GPU" and torch.cuda.is_available():
-        pytest.skip("this machine has one")
     given = ["--device", "cpu", "--dtype", "fp32", "--out", str(tmp_path / "x.json")]
     given += [] if {"--shape", "--op"} & set(words) else ["--shape", "M2 K64 N32"]
     assert main(["tune", *given, *words]) == 2

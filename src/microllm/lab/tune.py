@@ -87,6 +87,7 @@ def tune(config: TuneConfig, progress: Callable[[str], None] = lambda text: None
 
     Raises:
         ConfigError: an operator, shape or candidate that cannot be; the text says which.
+        OSError: the report, or with ``accept`` the table, cannot be written: before anything is timed.
         EvidenceError: the device no longer runs what it ran before.
     """
     config.check()
@@ -96,16 +97,23 @@ def tune(config: TuneConfig, progress: Callable[[str], None] = lambda text: None
         environment=capture_environment(config.device), quick=config.quick, complete=False, searches=(),
         ignored=tuple(tuned.ignored(tuned.device_name(torch.device(config.device)))),
     )  # fmt: skip
+    _write(report, config)
+    if config.accept:
+        tuned.accept(())
     for subject, choices in zip(subjects, given, strict=True):
         found = search(Workbench(subject, config.rotate_mib), config, choices, progress)
         if found.winner is not None and config.accept:
             tuned.accept((subject.entry(found.winner),))
             found = found.model_copy(update={"accepted": True})
         report = report.model_copy(update={"searches": (*report.searches, found)})
-        write_atomic(config.out, report.model_dump_json(indent=1) + "\n")
+        _write(report, config)
     report = report.model_copy(update={"complete": True})
-    write_atomic(config.out, report.model_dump_json(indent=1) + "\n")
+    _write(report, config)
     return report
+
+
+def _write(report: TuneReport, config: TuneConfig) -> None:
+    write_atomic(config.out, report.model_dump_json(indent=1) + "\n")
 
 
 def search(bench: Workbench, config: TuneConfig, given: Sequence[Tile], progress: Callable[[str], None]) -> Search:
@@ -166,7 +174,8 @@ def _screened(bench: Workbench, choice: Tile, config: TuneConfig) -> Attempt:
     if verdict != "pass":
         return Attempt(choice=choice, outcome="rejected", why=verdict)
     timings = [time_pairs(*arms, device=config.device, config=SCREENING) for arms in bench.arms(choice)]
-    return Attempt(choice=choice, outcome="screened", screened=tuple(timing.ratio for timing in timings))
+    why = "; ".join(sorted({problem for timing in timings for problem in timing.problems}))
+    return Attempt(choice=choice, outcome="screened", why=why, screened=tuple(timing.ratio for timing in timings))
 
 
 def _confirmed(bench: Workbench, attempt: Attempt, config: TuneConfig) -> Attempt:

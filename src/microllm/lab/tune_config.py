@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from microllm.errors import ConfigError, MissingExtraError, UnavailableError
+from microllm.evidence.environment import read_device_name
 from microllm.ops.contract import Contract, Sizes, cases
 
 LINEARS = (
@@ -95,9 +96,8 @@ class TuneConfig:
             raise ConfigError("got --accept with --quick, which decides nothing; leave one of them out")
         if find_spec("triton") is None:
             raise MissingExtraError("triton", "gpu", "tuning kernels")
+        read_device_name(self.device)  # raises for one that is not there
         kind, interpreted = torch.device(self.device).type, os.environ.get("TRITON_INTERPRET") == "1"
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise UnavailableError(f"got device {self.device!r} and no GPU; run this on a machine that has one")
         if kind != "cuda" and not interpreted:
             raise UnavailableError(
                 f"got device {self.device!r}; need cuda, or, to try the command, TRITON_INTERPRET=1 before it starts"
