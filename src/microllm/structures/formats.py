@@ -1,7 +1,7 @@
 """Weights in the formats that a scheme may choose: as they are, int8, int4, fp8; made from a host's floating weights.
 
-Place: implementations hold a ``Matrix`` for each product. Quantising happens here, products in ``ops``. Codes are made
-against scales already rounded to what is stored, so that a rounded scale shifts no weight.
+Place: implementations hold a ``Matrix`` for each product. Scales and codes are made in ``ops.coding``, products in
+``ops``.
 
     float   the host's dtype
     int8    one scale a row, or a group of columns
@@ -22,13 +22,12 @@ from torch import Tensor
 
 from microllm import ops
 from microllm.errors import StructureError
-from microllm.ops.quantise import scaled, unpacked
+from microllm.ops.coding import LARGEST_FP8, fp8_parts, int4_ranges, int8_parts
+from microllm.ops.linear_codes import dequantised
 
 FormatName = Literal["float", "int8", "int4", "fp8"]
 FORMATS: tuple[FormatName, ...] = ("float", "int8", "int4", "fp8")
-LARGEST_FP8 = 448.0
 _scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 _DAMPING = 0.01
 
 
@@ -120,14 +119,7 @@ class Matrix:
 
     def dequantised(self) -> Tensor:
         """Return the values that the codes stand for: [N, K] in the host's dtype."""
-        match self.format.name:
-            case "float":
-                return self.parts[0]
-            case "int4":
-                codes, scale, minimum = self.parts
-                return scaled(unpacked(codes), scale, minimum).to(self.dtype)
-            case _:
-                return scaled(*self.parts).to(self.dtype)
+        return self.parts[0] if self.format.name == "float" else dequantised(*self.parts).to(self.dtype)
 
     def _fp8(self, x_MK: Tensor) -> Tensor:
         w, w_scale = self.parts
@@ -154,46 +146,15 @@ class Matrix:
             y = _scaled_mm(x, codes.T, scale_a=one, scale_b=scale.float().T.contiguous(), out_dtype=torch.bfloat16)
         except RuntimeError:
             return False
-        return torch.allclose(y.float(), x.float() @ scaled(codes, scale).T, rtol=0.02, atol=0.5)
-
-
-def int8_parts(w_NK: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return int8 codes [N, K] and scales [N, U] in w's dtype."""
-    amax = w_NK.float().unflatten(1, (-1, group)).abs().amax(2)
-    scale = _stored_up(amax / 127, w_NK.dtype)
-    return ops.quantise_int8(w_NK.contiguous(), scale), scale
-
-
-def fp8_parts(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 codes [N, K] and a scale a row [N, 1] in w's dtype."""
-    scale = _stored_up(w_NK.float().abs().amax(1, keepdim=True) / LARGEST_FP8, w_NK.dtype)
-    return ops.quantise_fp8(w_NK.contiguous(), scale), scale
+        return torch.allclose(y.float(), x.float() @ dequantised(codes, scale).T, rtol=0.02, atol=0.5)
 
 
 def int4_parts(w_NK: Tensor, group: int, gram_KK: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return packed codes [N, K / 2], scales and minima [N, U]; with the inputs' Gram matrix, by GPTQ."""
     importance = None if gram_KK is None else gram_KK.diagonal()
-    scale, minimum = _int4_ranges(w_NK, group, importance)
+    scale, minimum = int4_ranges(w_NK, group, importance)
     w = w_NK if gram_KK is None else gptq(w_NK, scale, minimum, gram_KK)
     return ops.quantise_int4(w.to(w_NK.dtype).contiguous(), scale, minimum), scale, minimum
-
-
-def _int4_ranges(w_NK: Tensor, group: int, importance_K: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the scale and minimum a group with the least squared error among some shrunken ranges."""
-    groups = w_NK.float().unflatten(1, (-1, group))
-    weight = 1.0 if importance_K is None else importance_K.float().view(1, -1, group)
-    low, high = groups.amin(2), groups.amax(2)
-    middle, best = (low + high) / 2, torch.full_like(low, torch.inf)
-    scale, minimum = torch.empty_like(low), torch.empty_like(low)
-    for shrink in _SHRINKS:
-        step = _stored_up((high - low) * shrink / 15, w_NK.dtype).float()
-        start = (middle - (high - low) * shrink / 2).to(w_NK.dtype).float()
-        codes = ((groups - start[..., None]) / step[..., None]).round().clamp(0, 15)
-        error = ((codes * step[..., None] + start[..., None] - groups).square() * weight).sum(2)
-        better = error < best
-        scale, minimum = torch.where(better, step, scale), torch.where(better, start, minimum)
-        best = torch.where(better, error, best)
-    return scale.to(w_NK.dtype), minimum.to(w_NK.dtype)
 
 
 def gptq(w_NK: Tensor, scale_NU: Tensor, minimum_NU: Tensor, gram_KK: Tensor) -> Tensor:
@@ -229,10 +190,3 @@ def hollow(data: Tensor) -> Tensor:
 def stack(matrices: Sequence[Tensor]) -> Tensor:
     """Return matrices or biases one under the other."""
     return torch.cat([m.detach() for m in matrices])
-
-
-def _stored_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return scales in the dtype that stores them, never rounded to less, never 0."""
-    stored = scale.clamp(min=1e-8).to(dtype)
-    up = stored.float() * (1 + torch.finfo(dtype).eps)
-    return torch.where(stored.float() < scale, up.to(dtype), stored)
