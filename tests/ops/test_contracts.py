@@ -159,6 +159,14 @@ def norm_swiglu_oracle(x, norm_weight, w, bias, eps):
     return gate * torch.sigmoid(gate) * up
 
 
+def any_codes(codes, scale, minimum):
+    """Dequantise codes of any format, with or without minima."""
+    if codes.dtype == torch.uint8:
+        return dequantised(codes, scale, torch.zeros_like(scale) if minimum is None else minimum)
+    w = dequantised(codes, scale)
+    return w if minimum is None else w + minimum.double().repeat_interleave(w.shape[1] // scale.shape[1], 1)
+
+
 def losses_oracle(logits, targets, ignore_index, need_valid=False):
     return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
 
@@ -248,6 +256,15 @@ ORACLES = {
     "linear_int8": lambda x, codes, scale, bias: linear_oracle(x, dequantised(codes, scale), bias),
     "linear_fp8": lambda x, codes, scale, bias: linear_oracle(x, dequantised(codes, scale), bias),
     "linear_int4": lambda x, codes, scale, low, bias: linear_oracle(x, dequantised(codes, scale, low), bias),
+    "norm_linear_codes": lambda x, g, codes, scale, low, bias, eps: linear_oracle(
+        norm(x, g, eps), any_codes(codes, scale, low), bias
+    ),
+    "linear_residual_codes": lambda x, codes, scale, low, residual, bias: (
+        residual + linear_oracle(x, any_codes(codes, scale, low), bias)
+    ),
+    "norm_linear_swiglu_codes": lambda x, g, codes, scale, low, bias, eps: norm_swiglu_oracle(
+        x, g, any_codes(codes, scale, low), bias, eps
+    ),
     "rope": rope_oracle,
     "qk_norm_rope": lambda q, k, cos, sin, positions, wq, wk, eps, interleaved: rope_oracle(
         norm(q, wq, eps), norm(k, wk, eps), cos, sin, positions, interleaved, False

@@ -23,6 +23,13 @@ from microllm.ops.embedding import EMBEDDING, embedding
 from microllm.ops.interop import as_tensor
 from microllm.ops.kv_store import KV_STORE, KV_STORE_PAGED, kv_store, kv_store_paged
 from microllm.ops.linear import LINEARS, linear, linear_one_tiling, linear_residual, norm_linear, norm_linear_swiglu
+from microllm.ops.linear_codes import (
+    CODED_LINEARS,
+    linear_codes,
+    linear_residual_codes,
+    norm_linear_codes,
+    norm_linear_swiglu_codes,
+)
 from microllm.ops.linear_quantised import LINEAR_FP8, LINEAR_INT4, LINEAR_INT8, linear_fp8, linear_int4, linear_int8
 from microllm.ops.operator import Operator
 from microllm.ops.quantise import (
@@ -42,7 +49,7 @@ from microllm.ops.swiglu import SWIGLU, SWIGLU_BACKWARD, swiglu
 
 _ROWS = (
     EMBEDDING, RMS_NORM, ADD_RMS_NORM, RMS_NORM_BACKWARD, *LINEARS, LINEAR_INT8, LINEAR_FP8, LINEAR_INT4,
-    *QUANTISERS, ROPE, QK_NORM_ROPE, KV_STORE, KV_STORE_PAGED, ATTENTION, FULL, VARLEN, DECODE, PREFILL,
+    *CODED_LINEARS, *QUANTISERS, ROPE, QK_NORM_ROPE, KV_STORE, KV_STORE_PAGED, ATTENTION, FULL, VARLEN, DECODE, PREFILL,
     ATTENTION_STEP, SWIGLU, SWIGLU_BACKWARD, ARGMAX, LM_HEAD_ARGMAX, SAMPLE, PENALISE, *LOSSES, ADAMW, ADVANCE_ROWS,
     *ARITHMETIC,
 )  # fmt: skip
@@ -66,9 +73,10 @@ __all__ = [
     "CONTRACTS", "OPERATORS", "Choice", "adamw", "add", "add_bias", "add_rms_norm", "advance_rows", "argmax",
     "as_tensor", "attention", "attention_decode", "attention_full", "attention_prefill", "attention_step",
     "attention_varlen", "batch_invariant", "causal_softmax", "cross_entropy", "decode_split", "dequantise_fp8",
-    "dequantise_int4", "dequantise_int8", "embedding", "is_watched", "kv_store", "kv_store_paged", "ledger",
-    "linear", "linear_cross_entropy", "linear_cross_entropy_gradients", "linear_fp8", "linear_int4", "linear_int8",
-    "linear_one_tiling", "linear_residual", "lm_head_argmax", "matmul", "multiply", "norm_linear",
-    "norm_linear_swiglu", "overlapped", "penalise", "qk_norm_rope", "quantise_fp8", "quantise_int4",
-    "quantise_int8", "rms_norm", "rope", "sample", "select", "softmax", "swiglu", "use",
+    "dequantise_int4", "dequantise_int8", "embedding", "is_watched", "kv_store", "kv_store_paged", "ledger", "linear",
+    "linear_codes", "linear_cross_entropy", "linear_cross_entropy_gradients", "linear_fp8", "linear_int4",
+    "linear_int8", "linear_one_tiling", "linear_residual", "linear_residual_codes", "lm_head_argmax", "matmul",
+    "multiply", "norm_linear", "norm_linear_codes", "norm_linear_swiglu", "norm_linear_swiglu_codes", "overlapped",
+    "penalise", "qk_norm_rope", "quantise_fp8", "quantise_int4", "quantise_int8", "rms_norm", "rope", "sample",
+    "select", "softmax", "swiglu", "use",
 ]  # fmt: skip

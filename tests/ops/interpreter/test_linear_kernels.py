@@ -15,6 +15,7 @@ from microllm.ops.kernels.linear_choice import FORMS, Choice, Matrix
 from microllm.ops.target import INTERPRETER, TARGETS
 
 pytestmark = pytest.mark.interpreter
+FP8 = torch.float8_e4m3fn
 MMA = {"BLOCK_M": 16, "BLOCK_N": 32, "WARPS_K": 2, "KB": 1, "SUMS": 2, "EARLY": 1, "AHEAD": 2}
 CHOICES = {
     "fma": Choice("fma", {"ROWS": 8, "REP": 2, "BLOCK_K": 64, "EARLY": 1}, 1),
@@ -97,6 +98,29 @@ def test_every_form_decodes_codes_of_several_groups(form, group):
     close(ops.linear_int4(x, packed, scale, minimum), x.double() @ want.double().T, x.dtype)
 
 
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_every_form_folds_norm_residual_and_swiglu_over_codes(form, format):
+    """K = 288 is several steps and a part of one; gate and up rows have scales, and minima, of their own."""
+    M, K, N = 2, 288, 74
+    groups, coded = (3, (N, K // 2)) if format == "int4" else (1, (N, K))
+    codes = torch.randint(0, 256, coded, dtype=torch.uint8)
+    codes = codes if format == "int4" else codes.view(torch.int8) if format == "int8" else (codes & 0x3F).view(FP8)
+    scale, minimum = torch.rand(N, groups) / 50 + 0.01, -torch.rand(N, groups) / 8 if format == "int4" else None
+    whole = (codes, scale) if minimum is None else (codes, scale, minimum)
+    w = getattr(ops, f"dequantise_{format}")(*whole).double()
+    x, bias, residual, gain = torch.randn(M, K), torch.randn(N), torch.randn(M, N), 1 + torch.randn(K) / 8
+    want = x.double() @ w.T + bias.double() + residual.double()
+    close(ops.linear_residual_codes(x, codes, scale, minimum, residual, bias), want, x.dtype)
+    want = F.rms_norm(x.double(), (K,), gain.double(), 1e-6) @ w.T + bias.double()
+    close(ops.norm_linear_codes(x, gain, codes, scale, minimum, bias, eps=1e-6), want, x.dtype)
+    gate, up = want.chunk(2, -1)
+    sink = {}
+    got = ops.norm_linear_swiglu_codes(x, gain, codes, scale, minimum, bias, eps=1e-6, sink=sink)
+    torch.testing.assert_close(got.double(), F.silu(gate) * up, atol=1e-4, rtol=1e-4)
+    close(sink["gate"], gate, x.dtype)
+    close(sink["up"], up, x.dtype)
+
+
 def dequantised(codes, scale):
     return codes.double() * scale.double().repeat_interleave(codes.shape[1] // scale.shape[1], 1)
 
@@ -169,7 +193,7 @@ def test_rows_of_several_forms_say_which_one_mode_b_takes():
     several = {name for name, row in ops.CONTRACTS.items() if row.mode_b.startswith("mma")}
     assert several == {
         "linear", "linear_residual", "norm_linear", "norm_linear_swiglu", "linear_int8", "linear_fp8", "linear_int4",
-        "lm_head_argmax",
+        "norm_linear_codes", "linear_residual_codes", "norm_linear_swiglu_codes", "lm_head_argmax",
     }  # fmt: skip
     assert ops.CONTRACTS["linear_one_tiling"].mode_b.startswith("tile")
     assert all("triton" in ops.CONTRACTS[name].invariant for name in (*several, "linear_one_tiling"))

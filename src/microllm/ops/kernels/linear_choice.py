@@ -200,7 +200,8 @@ def _fma_tile(matrix: Matrix, target: Target) -> Tile:
         block, warps = 2 * block, warps if head else min(8, 2 * warps)
     steps = triton.cdiv(matrix.positions, block)
     threads = warps * (512 if target.backend == "cpu" else target.warp_size)
-    while each > 1 and steps * each > most:
+    shared = matrix.normed and matrix.format.startswith("e4m3")  # whose decoding takes registers beside x and the gain
+    while each > 1 and (steps * each > most or shared):
         each //= 2
     return {
         "ROWS": max(1, threads * matrix.lane // block), "REP": each, "BLOCK_K": block, "EARLY": steps,
