@@ -37,6 +37,15 @@ def test_what_was_never_stored_is_never_read(operator):
     torch.testing.assert_close(got, dense(q, k, v, last), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("num_queries", [1, 4])
+def test_splits_that_follow_the_load_leave_attention_what_it_is(num_queries):
+    k, v, k_pages, v_pages, table, positions = paged(3, 300)
+    q = torch.randn(3, num_queries, H, D)
+    last = torch.stack([positions[0, end - num_queries : end] for end in (300, 10, 133)])
+    got = ops.attention_decode(q, k_pages, v_pages, table, last, scale=0.2, split=0)
+    torch.testing.assert_close(got, dense(q, k, v, last), atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 16])
 def test_a_chunk_of_any_size_gives_the_same_bits(chunk):
     *_, k_pages, v_pages, table, positions = paged(2, 25)

@@ -109,7 +109,7 @@ class PagedForward:
         return ops.linear(last, self.model.head_weight_VD, out=out)
 
     def _split_of(self, group: RowGroup) -> int:
-        """Return how many keys a program walks, the same for any number of rows where their bits must be."""
+        """Return how many keys a program walks: one number where bits must not know their batch, else 0 if untuned."""
         config, weight = self._config, self.model.norm.weight
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         return ops.decode_split(

@@ -35,8 +35,9 @@ def attention_decode(
 
     Shapes:  q [A, T, H, D], k_pages and v_pages [P, S, G, D], page_table [A, N] int32, positions [A, T] int64
              -> [A, T, H, D]
-    Units:   ``split`` in tokens
-    Numbers: scores, softmax and sums in fp32, one maximum and sum a split, rounded once
+    Units:   ``split`` in tokens; 0: what keeps the device busy with the rows as they are
+    Numbers: scores, softmax and sums in fp32, one maximum and sum a split, rounded once; with 0 the bits of a row know
+             how long the others are
     Raises:
         OperatorError: sizes differ, T is above 8, H is no multiple of G, split no multiple of S, or (on a CPU) a
             position or its page is out of range.
@@ -58,22 +59,21 @@ def decode_split(
 ) -> int:  # fmt: skip
     """Return how many keys a program of ``attention_decode`` walks, for rows of at most ``context`` tokens.
 
-    A longer context takes longer splits, and so do many rows, which fill the GPU with fewer parts; or what the tuner
-    found. ``one_for_all_rows``: bits may not follow the number of rows, so neither may the split, nor a tuned one.
+    0, for it to follow the load, or what the tuner found. ``one_for_all_rows``: bits may follow neither the load nor
+    the number of rows, so splits are longer with the context alone.
 
     Units:   tokens
     Raises:
         OperatorError: ``tuned.json`` is damaged.
     """
-    built_in = max(page_tokens, 64 if context <= 1024 else 128 if context <= 8192 else 256)
     if one_for_all_rows:
-        return built_in
+        return max(page_tokens, 64 if context <= 1024 else 128 if context <= 8192 else 256)
     from microllm.ops.tuned import damaged, device_name, has_entries, tuned  # noqa: PLC0415 - brings pydantic
 
     shape = split_key(num_rows, heads, page_tokens, context)
     found = tuned("attention_decode", shape, dtype, device_name(device)) if has_entries() else None
     if found is None:
-        return built_in * (2 if num_rows > 8 else 1)
+        return 0
     split = found.get("split", 0)
     if len(found) != 1 or split <= 0 or split % page_tokens:
         raise damaged(f"{found} in the entry for attention_decode {shape}")
@@ -99,6 +99,7 @@ def attention_reference(
     sink: Sink = None,
 ) -> Tensor:  # fmt: skip
     """Return attention by its formula, row by row, split by split."""
+    split = split or 256
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for a, length in enumerate((positions.amax(dim=1) + 1).tolist() if positions.numel() else []):
         if length > 0:
@@ -160,9 +161,10 @@ def draw_run(shape: tuple[int, ...], sizes: Sizes, dtype: torch.dtype, generator
 _RULES = (
     Rule("H a multiple of G", lambda q, k, *_: q.shape[2] % k.shape[2] == 0, ({"q": lambda c: c["q"][:, :, :-1]},)),
     Rule("a finite scale above 0", lambda *v: 0 < v[5] < math.inf, ({"scale": 0.0}, {"scale": math.nan})),
-    Rule("split a multiple of S", lambda *v: v[6] > 0 and v[6] % v[1].shape[1] == 0, ({"split": 0}, {"split": 10})),
+    Rule("split a multiple of S", lambda *v: v[6] >= 0 and v[6] % v[1].shape[1] == 0, ({"split": -32}, {"split": 10})),
     *page_rules(1, 3),
 )
+_FIXED = Rule("split above 0", lambda *v: v[6] > 0, ({"split": 0},))
 _FEW = Rule(
     "T at most 8", lambda q, *_: q.shape[1] <= 8,
     ({"q": lambda c: c["q"].repeat(1, 9, 1, 1), "positions": lambda c: c["positions"].repeat(1, 9)},),
@@ -188,6 +190,6 @@ DECODE = _operator(
     "A5 T1 H8 G4 D32 P99 S4 N17",
 )  # fmt: skip
 PREFILL = _operator(
-    "attention_prefill", _RULES, "A2 T37 H6 G2 D64 P40 S16 N9", "A1 T1 H2 G1 D2 P2 S8 N2",
+    "attention_prefill", (*_RULES, _FIXED), "A2 T37 H6 G2 D64 P40 S16 N9", "A1 T1 H2 G1 D2 P2 S8 N2",
     "A1 T64 H4 G4 D32 P20 S8 N8",
 )  # fmt: skip

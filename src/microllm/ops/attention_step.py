@@ -74,7 +74,8 @@ _RULES = (
          ({"cos": lambda c: c["cos"].repeat(1, 9), "sin": lambda c: c["sin"].repeat(1, 9)},)),
     Rule("both weights or none", lambda *v: (v[9] is None) == (v[10] is None), ({"q_weight": None},)),
     Rule("scale and eps above 0", lambda *v: v[11] > 0 and v[12] > 0, ({"scale": 0.0}, {"eps": 0.0})),
-    Rule("split a multiple of S", lambda *v: v[13] > 0 and v[13] % v[5].shape[1] == 0, ({"split": 0}, {"split": 10})),
+    Rule("split a multiple of S", lambda *v: v[13] >= 0 and v[13] % v[5].shape[1] == 0,
+         ({"split": -32}, {"split": 10})),
     Rule("T at most 8", lambda q, *_: q.shape[1] <= 8,
          ({name: (lambda c, name=name: c[name].repeat(1, 9, *[1] * (c[name].dim() - 2)))
            for name in ("q", "k", "v", "positions")},)),

@@ -48,6 +48,8 @@ MAX_ROWS = 1024
 """Most rows of a call: each program counts the splits of all of them."""
 TILE = 16
 """Query rows of a tile: what the smallest matrix instruction takes."""
+LEAST_SPLIT = 64
+"""Keys of the smallest split, where the load decides."""
 NUM_PROGRAMS = 528
 """Most programs of a launch: four for each of the 132 multiprocessors of an H200."""
 NUM_ROOMY, MAX_REGISTERS = 264, 168
@@ -63,9 +65,10 @@ def attention_decode_kernel(
     scores_ptr, parts_ptr, sums_ptr, done_ptr, A, T, C, max_splits,
     q_row, q_token, q_head, k_row, k_token, k_head, page_stride, slot_stride, group_stride, table_stride,
     positions_stride, angle_stride, out_row, out_token, out_head, scores_head,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr, SPLIT: tl.constexpr,
-    SCALE: tl.constexpr, EPS: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BLOCK_A: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr, SPLIT: tl.constexpr, SCALE:
+    tl.constexpr, EPS: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_T:
+    tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, Q: tl.constexpr, AHEAD: tl.constexpr, PDL:
+    tl.constexpr,
 ):  # fmt: skip
     """Take turns at all splits of all rows; grid (any number of programs,). ``done`` is 0 before and after.
 
@@ -77,9 +80,9 @@ def attention_decode_kernel(
             tl.extra.cuda.gdc_wait()  # the launch ahead may have stored the keys
     dtype: tl.constexpr = tl.float32 if FP32 else q_ptr.dtype.element_ty
     rows, new, d = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)[None, :]
-    lengths, counts = splits_of(positions_ptr, positions_stride, A, T, SPLIT, BLOCK_A, BLOCK_T)
-    ends = tl.cumsum(counts, 0)
     lanes, num_rows = (T * R + 15) // 16 * G, tl.minimum(T * R, 16)
+    span, lengths, counts = splits_of(positions_ptr, positions_stride, A, T, lanes, SPLIT, BLOCK_A, BLOCK_T)
+    ends = tl.cumsum(counts, 0)
     num_items = tl.sum(counts, 0) * lanes
     item = tl.program_id(0)
     while item < num_items:
@@ -91,7 +94,7 @@ def attention_decode_kernel(
         t, h = row // R, g * R + row % R
         last = tl.load(positions_ptr + a * positions_stride + t, mask=t < T, other=-1).to(tl.int32)
         position = tl.load(positions_ptr + a * positions_stride + new, mask=new < T, other=-1).to(tl.int32)
-        begin, end = split * SPLIT, tl.minimum(split * SPLIT + SPLIT, length)
+        begin, end = split * span, tl.minimum(split * span + span, length)
         mine = (position >= begin) & (position < end)
         page_row = table_ptr + a * table_stride
         k_own, v_own = k_pages + g * group_stride, v_pages + g * group_stride
@@ -121,7 +124,7 @@ def attention_decode_kernel(
         context = tl.zeros([16, BLOCK_D], tl.float32)
         for start in range(begin, end, BLOCK_K):
             k, v = plain(k_raw, FORMAT, dtype), plain(v_raw, FORMAT, dtype)
-            if SPLIT > BLOCK_K:
+            if SPLIT != BLOCK_K:
                 k_raw, v_raw = keys_of(
                     k_own, v_own, page_row, start + BLOCK_K, end, page_stride, slot_stride, S, D, BLOCK_D, BLOCK_K
                 )
@@ -135,15 +138,17 @@ def attention_decode_kernel(
                 q, k, v, start, end, last, scores_ptr, ((a * G * R + h) * T + t) * scores_head, best, total, context,
                 SCALE, BLOCK_K,
             )  # fmt: skip
-        out, out_at = out_ptr + a * out_row, t * out_token + h * out_head
+        out = out_ptr + a * out_row
         if num_splits == 1:
-            write(out, out_at, t < T, context, total, D, BLOCK_D)
+            write(out, t * out_token + h * out_head, t < T, context, total, D, BLOCK_D)
         else:
             done, first = done_ptr + a * lanes + lane, (a * lanes + lane) * max_splits * num_rows
             parts, sums = parts_ptr + first * BLOCK_D, sums_ptr + first * 2
             if hand_in(parts, sums, done, split, num_splits, num_rows, t < T, best, total, context, 16, BLOCK_D):
-                whole, joined = join(parts, sums, num_splits, num_rows, t < T, 16, BLOCK_D, AHEAD)
-                write(out, out_at, t < T, joined, whole, D, BLOCK_D)
+                few = lane // G * 16 + tl.arange(0, Q)
+                whole, joined = join(parts, sums, num_splits, num_rows, few // R < T, Q, BLOCK_D, AHEAD)
+                few_at = few // R * out_token + (g * R + few % R) * out_head
+                write(out, few_at, few // R < T, joined, whole, D, BLOCK_D)
                 tl.store(done, 0)
         item += tl.num_programs(0)
 
@@ -208,9 +213,9 @@ def _launch(
     target = target_of(q.device)
     (k_pages, form), (v_pages, _) = (as_stored(pages, target) for pages in (k_pages, v_pages))
     fp32, overlap, stream = takes_fp32(q, k_pages), pdl(q.device), stream_of(q)
-    sizes = blocks(D, split, fp32=fp32, fp8=k_pages.dtype.itemsize == 1)
+    sizes = blocks(D, split, T * H // G, fp32=fp32, fp8=k_pages.dtype.itemsize == 1)
     lanes, max_keys = A * G * triton.cdiv(T * H // G, TILE), page_table.shape[1] * S
-    max_splits = max(1, triton.cdiv(max_keys, split))
+    max_splits = max(1, triton.cdiv(max_keys, split or LEAST_SPLIT))
     part_rows = triton.next_power_of_2(lanes * max_splits * min(TILE, T * H // G)) if max_splits > 1 else 1
     parts = scratch(q.device, stream, "attention_decode", part_rows * sizes["BLOCK_D"])
     sums = scratch(q.device, stream, "attention_decode_sums", part_rows * 2)
@@ -224,17 +229,24 @@ def _launch(
         G=G, R=H // G, D=D, P=0 if cos is None else cos.shape[1], S=S, SPLIT=split, SCALE=scale, EPS=eps, FORMAT=form,
         FP32=fp32, BLOCK_A=triton.next_power_of_2(A), BLOCK_T=triton.next_power_of_2(T), **sizes, PDL=overlap,
         num_warps=num_warps(sizes), **overlapping(overlap),
-        **capped(target, MAX_REGISTERS if num_programs > NUM_ROOMY and sizes["BLOCK_D"] <= 64 else 0),
+        **capped(target, most_registers(num_programs, sizes)),
     )  # fmt: skip
     return context
 
 
-def blocks(D: int, split: int, *, fp32: bool, fp8: bool) -> dict[str, int]:
-    """Return what of a launch decides a query's bits, by head, split and dtypes alone."""
-    width = padded(D)
+def blocks(D: int, split: int, num_rows: int, *, fp32: bool, fp8: bool) -> dict[str, int]:
+    """Return the blocks of a launch; of them BLOCK_K, by head, split and dtypes alone, decides a query's bits."""
+    width, Q = padded(D), min(TILE, triton.next_power_of_2(num_rows))
     keys = 32 if fp32 or fp8 or width > 128 else 64
-    ahead = max(2, min(6, (192 if fp32 else 512 if fp8 else 384) // width))  # others spill, by a few bytes
-    return {"BLOCK_D": width, "BLOCK_K": min(keys, padded(split)), "AHEAD": ahead}
+    return {
+        "BLOCK_D": width, "BLOCK_K": min(keys, padded(split)) if split else keys, "Q": Q,
+        "AHEAD": max(2, min(16, 4096 // (Q * width))),
+    }  # fmt: skip
+
+
+def most_registers(num_programs: int, sizes: dict[str, int]) -> int:
+    """Return how many registers a thread may have, 0 for any number."""
+    return MAX_REGISTERS if num_programs > NUM_ROOMY and sizes["BLOCK_D"] <= 64 else 0
 
 
 def num_warps(sizes: dict[str, int]) -> int:
@@ -244,10 +256,10 @@ def num_warps(sizes: dict[str, int]) -> int:
 
 def _case(
     G: int, R: int, D: int, rows: int, queries: int, dtypes: tuple[str, str], form: int = 0, *, step: bool = False,
-    normed: bool = False,
+    normed: bool = False, split: int = 64,
 ) -> Compiled:  # fmt: skip
     q, pages = dtypes
-    fp32, sizes = q == "*fp32", blocks(D, 64, fp32=q == "*fp32", fp8="8" in pages)
+    fp32, sizes = q == "*fp32", blocks(D, split, R * queries, fp32=q == "*fp32", fp8="8" in pages)
     pointers = {"q_ptr": q, "out_ptr": q, "k_pages": pages, "v_pages": pages, "table_ptr": "*i32"}
     pointers |= {"positions_ptr": "*i64", "done_ptr": "*i32", "parts_ptr": "*fp32", "sums_ptr": "*fp32"}
     pointers |= {"k_ptr": q, "v_ptr": q, "cos_ptr": "*fp32", "sin_ptr": "*fp32"} if step else {}
@@ -258,8 +270,8 @@ def _case(
     counts = ("A", "T", "C", "max_splits", "table_stride", "positions_stride", "angle_stride")
     numbers |= dict.fromkeys(counts, "i32")
     fixed = dict.fromkeys((name for name in optional if name not in pointers), None)
-    fixed |= {"G": G, "R": R, "D": D, "P": D // 2 if step else 0, "S": 16, "SPLIT": 64, "SCALE": D**-0.5, "EPS": 1e-6}
-    fixed |= {"FORMAT": form, "FP32": fp32, "BLOCK_A": rows, "BLOCK_T": queries, "PDL": True, **sizes}
+    fixed |= {"G": G, "R": R, "D": D, "P": D // 2 if step else 0, "S": 16, "SPLIT": split, "SCALE": D**-0.5}
+    fixed |= {"EPS": 1e-6, "FORMAT": form, "FP32": fp32, "BLOCK_A": rows, "BLOCK_T": queries, "PDL": True, **sizes}
     uses = ("pdl", "fp8") if "fp8" in pages else ("pdl",)
     return Compiled(attention_decode_kernel, pointers | numbers, fixed, num_warps(sizes), 1, uses)
 
@@ -272,5 +284,7 @@ COMPILED = (
     _case(2, 7, 64, 1, 1, BF16, step=True), _case(8, 2, 128, 64, 1, BF16, step=True, normed=True),
     _case(2, 6, 128, 1, 8, BF16, step=True), _case(3, 3, 64, 256, 1, BF16, step=True),
     _case(8, 2, 128, 8, 1, ("*bf16", "*u8"), 1, step=True, normed=True),
-    _case(2, 7, 64, 64, 1, BF16, step=True)._replace(max_registers=MAX_REGISTERS, may_spill=16),
+    _case(2, 7, 64, 8, 1, BF16, step=True, split=0), _case(8, 2, 128, 8, 1, BF16, step=True, normed=True, split=0),
+    _case(2, 6, 128, 8, 1, BF16, step=True, split=0), _case(8, 2, 128, 8, 1, BF16, split=0),
+    _case(2, 7, 64, 64, 1, BF16, step=True, split=0)._replace(max_registers=MAX_REGISTERS, may_spill=16),
 )  # fmt: skip

@@ -14,38 +14,54 @@ from microllm.ops.kernels.fp8 import decode_e4m3, encode_e4m3
 
 
 @triton.jit
-def splits_of(positions_ptr, positions_stride, A, T, SPLIT: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return, for each row, its length and how many splits it has: one at least, which writes an idle row's zeros."""
+def splits_of(positions_ptr, positions_stride, A, T, lanes, SPLIT: tl.constexpr, BLOCK_A: tl.constexpr,
+              BLOCK_T: tl.constexpr):  # fmt: skip
+    """Return the keys of a split, each row's length and how many splits it has.
+
+    A row has one at least, which writes an idle row's zeros. SPLIT 0: as many keys as give each program of the launch
+    one split, in multiples of 64.
+    """
     a, t = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_T)
     at = a.to(tl.int64)[:, None] * positions_stride + t[None, :]
     positions = tl.load(positions_ptr + at, mask=(a < A)[:, None] & (t < T)[None, :], other=-1)
     lengths = tl.max(positions.to(tl.int32), 1) + 1
-    return lengths, tl.where(a < A, tl.maximum((lengths + SPLIT - 1) // SPLIT, 1), 0)
+    if SPLIT > 0:
+        span = SPLIT
+    else:
+        share = (tl.sum(lengths, 0) * lanes + tl.num_programs(0) - 1) // tl.num_programs(0)
+        span = tl.maximum((share + 63) // 64, 1) * 64
+    return span, lengths, tl.where(a < A, tl.maximum((lengths + span - 1) // span, 1), 0)
 
 
 @triton.jit
-def join(parts, sums, num_splits, num_rows, there, M: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr):
-    """Return the joined total and context of a tile's splits, one by one in their order, AHEAD of them in flight."""
-    row, d = tl.arange(0, M), tl.arange(0, BLOCK_D)
-    best = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    context = tl.zeros([M, BLOCK_D], tl.float32)
+def join(parts, sums, num_splits, num_rows, there, Q: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr):
+    """Return the joined total [Q] and context [Q, BLOCK_D] of a tile's splits, each of ``num_rows`` rows.
+
+    They are added one by one in their order, AHEAD of them in flight, by the largest maximum of all: neither Q nor
+    AHEAD changes a bit.
+    """
+    q, d = tl.arange(0, Q), tl.arange(0, BLOCK_D)
+    best = tl.full([Q], float("-inf"), tl.float32)
+    for start in range(0, num_splits, 32):
+        part = start + tl.arange(0, 32)[:, None]
+        ok = (part < num_splits) & there[None, :]
+        best = tl.maximum(best, tl.max(tl.load(sums + (part * num_rows + q) * 2, mask=ok, other=float("-inf")), 0))
+    shift = tl.where(best == float("-inf"), 0.0, best)
+    total = tl.zeros([Q], tl.float32)
+    context = tl.zeros([Q, BLOCK_D], tl.float32)
     for start in range(0, num_splits, AHEAD):
         found = ()
         for i in tl.static_range(AHEAD):
             ok = (start + i < num_splits) & there
-            at = (start + i) * num_rows + row
-            higher = tl.load(sums + at * 2, mask=ok, other=float("-inf"))
+            at = (start + i) * num_rows + q
+            highest = tl.load(sums + at * 2, mask=ok, other=float("-inf"))
             more = tl.load(sums + at * 2 + 1, mask=ok, other=0.0)
-            part = tl.load(parts + at[:, None] * BLOCK_D + d[None, :], mask=ok[:, None], other=0.0)
-            found = found + ((higher, more, part),)  # noqa: RUF005 - Triton has no starred tuples
+            context_of = tl.load(parts + at[:, None] * BLOCK_D + d[None, :], mask=ok[:, None], other=0.0)
+            found = found + ((highest, more, context_of),)  # noqa: RUF005 - Triton has no starred tuples
         for i in tl.static_range(AHEAD):
-            higher = tl.maximum(best, found[i][0])
-            shift = tl.where(higher == float("-inf"), 0.0, higher)
-            keep, weight = tl.exp(best - shift), tl.exp(found[i][0] - shift)
-            total = total * keep + found[i][1] * weight
-            context = context * keep[:, None] + found[i][2] * weight[:, None]
-            best = higher
+            weight = tl.exp(found[i][0] - shift)
+            total += found[i][1] * weight
+            context += found[i][2] * weight[:, None]
     return total, context
 
 
