@@ -65,10 +65,10 @@ def attention_decode_kernel(
     scores_ptr, parts_ptr, sums_ptr, done_ptr, A, T, C, max_splits,
     q_row, q_token, q_head, k_row, k_token, k_head, page_stride, slot_stride, group_stride, table_stride,
     positions_stride, angle_stride, out_row, out_token, out_head, scores_head,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr, SPLIT: tl.constexpr, SCALE:
-    tl.constexpr, EPS: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_T:
-    tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, Q: tl.constexpr, AHEAD: tl.constexpr, PDL:
-    tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr, SPLIT: tl.constexpr,
+    SCALE: tl.constexpr, EPS: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BLOCK_A: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, Q: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Take turns at all splits of all rows; grid (any number of programs,). ``done`` is 0 before and after.
 
@@ -96,7 +96,7 @@ def attention_decode_kernel(
         position = tl.load(positions_ptr + a * positions_stride + new, mask=new < T, other=-1).to(tl.int32)
         begin, end = split * span, tl.minimum(split * span + span, length)
         mine = (position >= begin) & (position < end)
-        page_row = table_ptr + a * table_stride
+        page_row, out = table_ptr + a * table_stride, out_ptr + a * out_row
         k_own, v_own = k_pages + g * group_stride, v_pages + g * group_stride
         k_raw, v_raw = keys_of(k_own, v_own, page_row, begin, end, page_stride, slot_stride, S, D, BLOCK_D, BLOCK_K)
         q_cos, q_sin = angles_of(cos_ptr, sin_ptr, angle_stride, last, t < T, C, P, BLOCK_D)
@@ -138,7 +138,6 @@ def attention_decode_kernel(
                 q, k, v, start, end, last, scores_ptr, ((a * G * R + h) * T + t) * scores_head, best, total, context,
                 SCALE, BLOCK_K,
             )  # fmt: skip
-        out = out_ptr + a * out_row
         if num_splits == 1:
             write(out, t * out_token + h * out_head, t < T, context, total, D, BLOCK_D)
         else:
