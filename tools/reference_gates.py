@@ -4,8 +4,8 @@
 
 Attaches w8a16_decode, w4a16_decode (rounded) and the same by GPTQ to the model's bf16 twin in ``transformers``, each
 judged by ``attach`` and then decoded, teacher-forced, over windows of the packed validation split, beside the model in
-fp32. Calibrates on the training split. Writes structures.json beside the weights and appends each receipt to
-receipts.jsonl there. Speed is not judged here.
+fp32. Calibrates on the training split. Writes structures.json and receipts.jsonl beside the weights, in place
+of earlier ones. Speed is not judged here.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="directory that microllm data pack made")
     parser.add_argument("--windows", type=int, default=32, help=f"windows of {WINDOW - 1} tokens to judge on")
     given = parser.parse_args()
+    (Path(given.model) / "receipts.jsonl").unlink(missing_ok=True)
     record = measure(given.model, given.data, given.windows, Path(given.model))
     write_atomic(Path(given.model) / "structures.json", json.dumps(record, indent=1) + "\n")
     print(json.dumps(record, indent=1))
