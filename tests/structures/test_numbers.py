@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from microllm import structures
+from microllm import ops, structures
 from microllm.errors import CaptureRefused, GateRefused, StructureError
 from microllm.evidence.receipt import append_receipt
 from microllm.structures import calibration, decisions
@@ -232,6 +232,14 @@ def test_rope_attention_and_a_whole_block_bind_by_hand():
         "values": draw(1, 16, 2, 16), "positions": torch.tensor([[4, 5]]),
     }  # fmt: skip
     assert structures.get("decoder_block").bind(layer, [block]).certification["worst_cosine"] > 0.9999
+    one = block | {"x": draw(1, 1, 64), "positions": torch.tensor([[4]])}
+    for format in ("float", "int8", "int4"):
+        bound = structures.get("decoder_block").bind(
+            layer, [one], format=format, group=32 if format == "int4" else 0, floor=0.97
+        )
+        with ops.ledger() as ran:
+            bound(*one.values())
+        assert (sum(ran.values()), bound.certification["worst_cosine"] > 0.97) == (5, True), (format, ran)
     odd = {"q": draw(1, 3, 4, 15), "k": draw(1, 3, 2, 15), "cos": draw(1, 3, 7), "sin": draw(1, 3, 7)}
     with pytest.raises(StructureError, match="qkv_rope@1"):
         structures.get("qkv_rope").bind(make_host("llama").model.layers[0].self_attn, [odd])

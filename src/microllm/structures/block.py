@@ -1,8 +1,8 @@
 """``decoder_block``: a whole block over a cache of ours, as one chain of launches.
 
 Place: an implementation like the others of ``impls``; what the engine decodes with, over a host's own weights. Five
-launches a block in floats for one row, seven for more, since every program of a product would norm all rows again;
-quantised weights have no norm or residual folded in, and take nine.
+launches a block for one row, seven for more, since every program of a product would norm all rows again; in floats and
+in codes alike.
 
 Axes:    B = rows, T = tokens (at most 8), G = KV heads, K = head dim, P = pairs, S = slots
 """
@@ -10,7 +10,7 @@ Axes:    B = rows, T = tokens (at most 8), G = KV heads, K = head dim, P = pairs
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,15 +51,14 @@ class Block:
         self._sizes = tuple(w[f"w_{part}"].shape[0] for part in ("q", "k", "v"))
         self._norm, self._ffn_norm = w["w_input_norm"], w["w_ffn_norm"]
         self._q_norm, self._k_norm = w.get("w_q_norm"), w.get("w_k_norm")
-        self._qkv = region.matrix(("w_q", "w_k", "w_v"), biases=("b_q", "b_k", "b_v"))
-        self._o, self._gate_up = region.matrix(("w_o",), biases=("b_o",)), region.matrix(("w_gate", "w_up"))
-        self._down = region.matrix(("w_down",), "act_after_mul")
-        self.matrices = (self._qkv, self._o, self._gate_up, self._down)
-        self._fused = region.format == "float"
+        qkv = region.matrix(("w_q", "w_k", "w_v"), biases=("b_q", "b_k", "b_v"))
+        o, gate_up = region.matrix(("w_o",), biases=("b_o",)), region.matrix(("w_gate", "w_up"))
+        down = region.matrix(("w_down",), "act_after_mul")
+        self.matrices = (qkv, o, gate_up, down)
+        self._qkv, self._o, self._gate_up, self._down = (matrix.weights for matrix in self.matrices)
         self.kernel = "norm_linear, attention_step, linear_residual, norm_linear_swiglu"
-        self.kernel = (
-            self.kernel if self._fused else f"rms_norm, {self._qkv.kernel}, attention_step, add_rms_norm, swiglu"
-        )
+        if region.format != "float":
+            self.kernel = "norm_linear_codes, attention_step, linear_residual_codes, norm_linear_swiglu_codes"
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, positions: Tensor
@@ -79,20 +78,14 @@ class Block:
         return self._finished(x, context.flatten(2))
 
     def _projected(self, x: Tensor) -> Tensor:
-        if self._fused and x.shape[:2].numel() == 1:
-            return ops.norm_linear(x, self._norm, self._qkv.parts[0], self._qkv.bias, eps=self._eps)
+        if x.shape[:2].numel() == 1:
+            return self._qkv.norm_linear(x, self._norm, eps=self._eps)
         normed = ops.rms_norm(x, self._norm, eps=self._eps)
-        return self._qkv(normed.flatten(0, 1)).view(*x.shape[:2], -1)
+        return self._qkv.linear(normed.flatten(0, 1)).view(*x.shape[:2], -1)
 
     def _finished(self, x: Tensor, context: Tensor) -> Tensor:
-        if self._fused:
-            x = ops.linear_residual(context, self._o.parts[0], x, self._o.bias)
-            one = x.shape[:2].numel() == 1
-            normed = x if one else ops.rms_norm(x, self._ffn_norm, eps=self._eps)
-            gain = self._ffn_norm if one else None
-            active = ops.norm_linear_swiglu(normed, gain, self._gate_up.parts[0], eps=self._eps)
-            return ops.linear_residual(active, self._down.parts[0], x)
-        out: Any = self._o(context.flatten(0, 1)).view(x.shape)
-        x, normed = ops.add_rms_norm(out, x, self._ffn_norm, eps=self._eps)
-        gate, up = self._gate_up(normed.flatten(0, 1)).chunk(2, dim=1)
-        return x + self._down(ops.swiglu(gate, up)).view(x.shape)
+        x = self._o.residual(context, x)
+        one = x.shape[:2].numel() == 1
+        normed = x if one else ops.rms_norm(x, self._ffn_norm, eps=self._eps)
+        active = self._gate_up.norm_swiglu(normed, self._ffn_norm if one else None, eps=self._eps)
+        return self._down.residual(active, x)

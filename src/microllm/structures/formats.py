@@ -24,6 +24,7 @@ from microllm import ops
 from microllm.errors import StructureError
 from microllm.ops.coding import LARGEST_FP8, fp8_parts, int4_ranges, int8_parts
 from microllm.ops.linear_codes import dequantised
+from microllm.step import Matrix as StepMatrix
 
 FormatName = Literal["float", "int8", "int4", "fp8"]
 FORMATS: tuple[FormatName, ...] = ("float", "int8", "int4", "fp8")
@@ -46,6 +47,11 @@ class Format:
             raise StructureError(f"got format {self.name!r}; need one of {', '.join(FORMATS)}")
         if self.x_amax is not None and not self.x_amax > 0:
             raise StructureError(f"got {self.name} with an input amax of {self.x_amax}; need a calibrated one above 0")
+
+    @property
+    def codes_input(self) -> bool:
+        """Return whether the input is turned to codes too."""
+        return self.name == "fp8" and self.x_amax is not None
 
 
 FLOAT = Format()
@@ -87,12 +93,18 @@ class Matrix:
         self.num_in = 2 * columns if format.name == "int4" else columns
         scale = max((format.x_amax or 0) / LARGEST_FP8, 1e-8)
         self._x_scale = torch.full((1, 1), scale, device=parts[0].device, dtype=torch.float32)
-        self._tensor_cores = format.x_amax is not None and self._takes_scaled_mm()
+        self._tensor_cores = format.codes_input and self._takes_scaled_mm()
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of codes, scales and minima."""
         return sum(part.numel() * part.element_size() for part in self.parts)
+
+    @property
+    def weights(self) -> StepMatrix:
+        """Return codes or floats as the fused operators take them; they leave the input in floating point."""
+        w, *scales = self.parts
+        return StepMatrix(w, self.bias, *scales)
 
     @property
     def kernel(self) -> str:
@@ -105,17 +117,7 @@ class Matrix:
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         """Return x times the transposed weight, plus bias: [M, N]."""
-        match self.format.name:
-            case "float":
-                return ops.linear(x_MK, self.parts[0], self.bias)
-            case "int8":
-                codes, scale = self.parts
-                return ops.linear_int8(x_MK, codes, scale, self.bias)
-            case "int4":
-                codes, scale, minimum = self.parts
-                return ops.linear_int4(x_MK, codes, scale, minimum, self.bias)
-            case _:
-                return self._fp8(x_MK)
+        return self._fp8(x_MK) if self.format.codes_input else self.weights.linear(x_MK)
 
     def dequantised(self) -> Tensor:
         """Return the values that the codes stand for: [N, K] in the host's dtype."""
@@ -123,8 +125,6 @@ class Matrix:
 
     def _fp8(self, x_MK: Tensor) -> Tensor:
         w, w_scale = self.parts
-        if self.format.x_amax is None:
-            return ops.linear_fp8(x_MK, w, w_scale, self.bias)
         scale = self._x_scale.expand(len(x_MK), 1)
         codes = ops.quantise_fp8(x_MK.contiguous(), scale.contiguous())
         if self._tensor_cores:

@@ -77,8 +77,8 @@ class Ffn:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return y [M, D]."""
-        if self._gate_up.format.name == "float" and len(x) <= FUSED_ROWS:
-            return self._down(ops.norm_linear_swiglu(x, None, self._gate_up.parts[0], eps=1.0))
+        if not self._gate_up.format.codes_input and len(x) <= FUSED_ROWS:
+            return self._down(self._gate_up.weights.norm_swiglu(x, None, eps=1.0))
         gate, up = self._gate_up(x).chunk(2, dim=1)
         return self._down(ops.swiglu(gate, up))
 
