@@ -30,8 +30,8 @@ class Generate:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     precision: str = "auto"
-    """auto, fp32, bf16, fp16, or on a CPU int8 or int4; auto is the checkpoint's own on a GPU, on a CPU int4 for a GGUF
-    file in four-bit blocks and else fp32."""
+    """auto, fp32, bf16, fp16, int8, int4, or on a GPU fp8; auto is the checkpoint's own on a GPU, on a CPU int4 for a
+    GGUF file in four-bit blocks and else fp32."""
     num_threads: int | None = None
     """Threads on a CPU; without it torch's own choice, a thread a core."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False

@@ -23,6 +23,7 @@ from microllm.inference.engine_config import EngineConfig
 from microllm.inference.engine_report import EngineMemory, EngineReport
 from microllm.inference.graph_runner import BURST_STEPS, GraphRunner, padded_width
 from microllm.inference.placement import PACKED_PRECISIONS
+from microllm.inference.plan import Plan
 from microllm.inference.prewarm import PrewarmReport
 from microllm.inference.prompts import Prompt, as_batch, checked_params, one_choice
 from microllm.inference.request import Request
@@ -39,24 +40,25 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Serves many requests at once from one pool of key-value pages, with plain weights.
+    """Serves many requests at once from one pool of key-value pages.
 
     Those of an ``LLM`` that runs a plan (``load`` on a CPU) are loaded beside the plan's, once for all its engines.
     ``draft`` is a smaller model of the same vocabulary that guesses ahead in place of the text's own n-grams.
     Threads may call at the same time: a step runs to its end, under ``lock``, before another call goes on.
 
     Raises:
-        ConfigError: int8 or int4 weights; a draft model of another vocabulary or nothing for it to guess; a cache that
-            holds no page.
+        ConfigError: int8 or int4 weights of a CPU's plan; a draft model of another vocabulary or nothing for it to
+            guess; a cache that holds no page.
         UnavailableError: the device has no memory for the cache.
     """
 
     def __init__(self, llm: LLM, config: EngineConfig | None = None, *, draft: LLM | None = None) -> None:
         self.llm, self.config, self._draft = llm, config or EngineConfig(), draft
         config = self.config
-        if llm.precision in PACKED_PRECISIONS:
+        if isinstance(llm.model, Plan) and llm.precision in PACKED_PRECISIONS:
             raise ConfigError(
-                f'got {llm.precision} weights; the engine runs fp32, bf16 or fp16 ones; load(..., precision="fp32")'
+                f"got {llm.precision} weights packed for a CPU; the engine runs fp32, bf16 or fp16 ones there; "
+                'load(..., precision="fp32")'
             )
         model = llm.transformer  # loads beside a plan's weights, before free memory is looked at
         if draft is not None and (draft.config.vocab_size != llm.config.vocab_size or not config.speculate):
@@ -236,7 +238,8 @@ class Engine:
     def memory(self) -> EngineMemory:
         """Return where the memory is; on a GPU call ``torch.cuda.reset_peak_memory_stats`` where a peak is to begin."""
         model, device = self.llm.transformer, self.llm.device
-        weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        tensors = (*model.parameters(), *model.buffers())
+        weights = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         return EngineMemory(
             weight_bytes=sum(weights.values()), pool_bytes=self.pool.num_bytes, peak_bytes=peak,

@@ -27,6 +27,7 @@ from microllm.inference.own_engine import OwnEngines
 from microllm.inference.placement import PACKED_PRECISIONS, PRECISIONS, choose_device
 from microllm.inference.plan import Plan
 from microllm.inference.prompts import Prompt, as_batch, checked_params, is_list, one_choice
+from microllm.inference.quantised import QUANTISATIONS, quantisation_of, quantise_model
 from microllm.inference.sequence import IF_NOT_FINITE, GeneratedSequence
 from microllm.model import Transformer, load_model
 from microllm.sampling import SamplingParams
@@ -47,7 +48,8 @@ def load(name: str | Path, *, device: str = "auto", precision: str = "auto", num
 
     device: "auto" is the first GPU where there is one, else the CPU; or "cpu", "cuda", "cuda:1".
     precision: "auto" is the checkpoint's own on a GPU; on a CPU it is int4 for a GGUF file whose layers are in four-bit
-        blocks, else fp32. Or "fp32", "bf16", "fp16"; and on a CPU "int8", "int4".
+        blocks, else fp32. Or "fp32", "bf16", "fp16"; "int8" and "int4", and on a GPU "fp8": weights in codes, the rest
+        in the checkpoint's own dtype (fp32 on a CPU).
     num_threads: of torch on the CPU, for the whole process; None leaves them as they are.
 
     Raises:
@@ -64,7 +66,7 @@ def load(name: str | Path, *, device: str = "auto", precision: str = "auto", num
     if not isinstance(name, str | Path):
         raise ModelNotFoundError(f"got a model name of type {type(name).__name__}; need text or a Path")
     place = choose_device(device)
-    known = (*PRECISIONS, *PACKED_PRECISIONS) if place.type == "cpu" else tuple(PRECISIONS)
+    known = (*PRECISIONS, *(PACKED_PRECISIONS if place.type == "cpu" else QUANTISATIONS))
     if precision not in ("auto", *known):
         raise ConfigError(
             f"got precision {precision!r}; need auto or one of {', '.join(known)} on a {place.type} device"
@@ -81,6 +83,7 @@ def load(name: str | Path, *, device: str = "auto", precision: str = "auto", num
     else:
         dtype: torch.dtype = getattr(torch, PRECISIONS.get(precision, checkpoint.config.dtype))
         model = load_model(checkpoint, dtype=dtype, device=place)
+        model = quantise_model(model, precision) if precision in QUANTISATIONS else model
     tokenizer = load_tokenizer(source)
     return LLM(model, tokenizer, defaults=checkpoint.generation, name=source.name, checkpoint=checkpoint)
 
@@ -121,10 +124,11 @@ class LLM:
 
     @property
     def precision(self) -> str:
-        """Return what the weights are in: fp32, bf16, fp16, int8 or int4."""
+        """Return what the weights are in: fp32, bf16, fp16, int8, int4 or fp8."""
         if isinstance(self.model, Plan):
             return self.model.weights.precision
-        return next(name for name, dtype in PRECISIONS.items() if str(self.dtype) == f"torch.{dtype}")
+        names = (name for name, dtype in PRECISIONS.items() if str(self.dtype) == f"torch.{dtype}")
+        return quantisation_of(self.model) or next(names)
 
     @cached_property
     def transformer(self) -> Transformer:

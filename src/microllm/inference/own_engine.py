@@ -28,7 +28,7 @@ CONTEXTS = (1024, 8192)
 MAX_ROWS, MIN_ROWS = 32, 8
 MAX_STEP_TOKENS = 4096
 """Tokens of a step: a prompt up to that many runs as one."""
-_PLAIN = "microllm.model.", "torch.nn.modules.container"
+_PLAIN = "microllm.model.", "microllm.inference.quantised", "torch.nn.modules.container"
 
 
 def runs_captured(model: Transformer | Plan) -> bool:
@@ -120,4 +120,4 @@ def _config(llm: LLM, context: int, num_rows: int, num_pages: int) -> EngineConf
 
 def _places(model: Transformer) -> tuple[int, ...]:
     """Return where the weights lie: an engine whose weights were moved or replaced since is of no use."""
-    return tuple(parameter.data_ptr() for parameter in model.parameters())
+    return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from microllm import ops
+from microllm.inference.quantised import QuantisedLinear, Weight, adjoining, join, multiply, quantisation_of
 from microllm.inference.runner import KV_SPLIT
 from microllm.model import Transformer
 from microllm.model.transformer import Block, Linear
@@ -32,13 +33,13 @@ class PackedBlock(NamedTuple):
     """A layer's weights as the fused operators take them."""
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: Linear
     post_norm: Tensor
-    gate_up: Tensor
+    gate_up: Weight
     gate_up_bias: Tensor | None
     down: Linear
 
@@ -53,9 +54,10 @@ class Arena:
         self.x, self.y, self.normed = (like.new_empty(N, D) for _ in range(3))
         self.qkv, self.context = like.new_empty(N, (H + 2 * G) * K), like.new_empty(N, H * K)
         self.gated = like.new_empty(N, F)
-        many = () if group.decodes else (N,)
+        many = () if group.decodes and not forward.is_quantised else (N,)
         self.projected, self.gate_up = (like.new_empty(*many, width) for width in (D, 2 * F))
-        self.q, self.turned = like.new_empty(*many, H * K), like.new_empty(*many, (H + 2 * G) * K)
+        turns = () if group.decodes else (N,)
+        self.q, self.turned = like.new_empty(*turns, H * K), like.new_empty(*turns, (H + 2 * G) * K)
         self.table = torch.zeros(group.num_rows, forward.pages_a_row, dtype=torch.int32, device=like.device)
         self.wanted = torch.zeros(num_wanted, dtype=torch.int64, device=like.device)
         self.picked, self.last = like.new_empty(num_wanted, D), like.new_empty(num_wanted, D)
@@ -72,6 +74,7 @@ class PagedForward:
     def __init__(self, model: Transformer, pool: PagePool, *, context: int, one_tiling: bool) -> None:
         self.model, self.pool, self._config = model, pool, model.config
         device = model.norm.weight.device
+        self.is_quantised = quantisation_of(model) is not None
         self.pages_a_row = -(-context // pool.page_tokens)
         self.blocks = [pack(cast("Block", block)) for block in model.layers]
         cos, sin = model.rotary(torch.arange(context, device=device)[None])
@@ -89,10 +92,10 @@ class PagedForward:
         """Run all layers over a group's tokens and return the stream after them, [N, D], in the arena."""
         ops.embedding(group.token_ids.flatten(), self.model.embed_tokens.weight, out=arena.x)
         for layer, block in enumerate(self.blocks):
-            if group.decodes:
+            if group.decodes and not self.is_quantised:
                 self._decode(layer, block, group, arena)
             else:
-                self._prefill(layer, block, group, arena)
+                self._chain(layer, block, group, arena)
         return arena.x
 
     def last(self, arena: Arena) -> Tensor:
@@ -106,7 +109,7 @@ class PagedForward:
 
     def logits(self, last: Tensor, out: Tensor) -> Tensor:
         """Return the head's product with normed rows."""
-        return ops.linear(last, self.model.head_weight_VD, out=out)
+        return multiply(last, self.model.head_weight_VD, out=out)
 
     def _split_of(self, group: RowGroup) -> int:
         """Return how many keys a program walks: one number where bits must not know their batch, else 0 if untuned."""
@@ -126,18 +129,15 @@ class PagedForward:
         return ops.rms_norm(x, w, eps=self._config.rms_norm_eps, out=out)
 
     def _decode(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
+        assert isinstance(block.qkv, Tensor), "of floats"
+        assert isinstance(block.gate_up, Tensor), "of floats"
         eps, folds = self._config.rms_norm_eps, len(arena.x) == 1 and not self._one_split
         if folds:
             ops.norm_linear(arena.x, block.input_norm, block.qkv, block.qkv_bias, eps=eps, out=arena.qkv)
         else:
             normed = self._norm(arena.x, block.input_norm, arena.normed)
             ops.linear(normed, block.qkv, block.qkv_bias, out=arena.qkv)
-        q, k, v = self._heads(arena.qkv, group)
-        ops.attention_step(
-            q, k, v, self._cos, self._sin, self.pool.k_pages[layer], self.pool.v_pages[layer], arena.table,
-            group.positions, block.q_norm, block.k_norm, scale=self._scale, eps=eps, split=self._split_of(group),
-            out=arena.context.view(q.shape),
-        )  # fmt: skip
+        self._attend_step(layer, block, group, arena)
         ops.linear_residual(arena.context, block.o.weight, arena.x, block.o.bias, out=arena.y)
         if folds:
             normed, gain = arena.y, block.post_norm
@@ -146,12 +146,37 @@ class PagedForward:
         ops.norm_linear_swiglu(normed, gain, block.gate_up, block.gate_up_bias, eps=eps, out=arena.gated)
         ops.linear_residual(arena.gated, block.down.weight, arena.y, block.down.bias, out=arena.x)
 
-    def _prefill(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
-        """Run a layer over prompts; the sums of stream and projection change place with the stream."""
+    def _chain(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
+        """Run a layer over prompts, or of quantised weights over any rows; the stream takes turns with its next sum."""
         eps = self._config.rms_norm_eps
         if layer == 0:
             self._norm(arena.x, block.input_norm, arena.normed)
-        self._linear(arena.normed, block.qkv, block.qkv_bias, out=arena.qkv)
+        self._product(arena.normed, block.qkv, block.qkv_bias, out=arena.qkv)
+        (self._attend_step if group.decodes else self._attend_prompt)(layer, block, group, arena)
+        self._product(arena.context, block.o.weight, block.o.bias, out=arena.projected)
+        ops.add_rms_norm(arena.x, arena.projected, block.post_norm, eps=eps, out=(arena.y, arena.normed))
+        self._product(arena.normed, block.gate_up, block.gate_up_bias, out=arena.gate_up)
+        ops.swiglu(*arena.gate_up.chunk(2, dim=1), out=arena.gated)
+        self._product(arena.gated, block.down.weight, block.down.bias, out=arena.projected)
+        after = self.blocks[layer + 1].input_norm if layer + 1 < len(self.blocks) else self.model.norm.weight
+        ops.add_rms_norm(arena.y, arena.projected, after, eps=eps, out=(arena.x, arena.normed))
+
+    def _product(self, x: Tensor, w: Weight, bias: Tensor | None, *, out: Tensor) -> Tensor:
+        return multiply(x, w, bias, out=out, dense=self._linear)
+
+    def _attend_step(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
+        """Turn queries and keys, store keys and values, and attend, in one launch."""
+        eps = self._config.rms_norm_eps
+        q, k, v = self._heads(arena.qkv, group)
+        ops.attention_step(
+            q, k, v, self._cos, self._sin, self.pool.k_pages[layer], self.pool.v_pages[layer], arena.table,
+            group.positions, block.q_norm, block.k_norm, scale=self._scale, eps=eps, split=self._split_of(group),
+            out=arena.context.view(q.shape),
+        )  # fmt: skip
+
+    def _attend_prompt(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
+        """Turn queries and keys, store keys and values, and attend."""
+        eps = self._config.rms_norm_eps
         q, k, v = self._heads(arena.qkv, group)
         rotated = arena.q.view(q.shape), self._heads(arena.turned, group)[1]  # k lies as v does
         cos, sin = self._cos, self._sin
@@ -168,13 +193,6 @@ class PagedForward:
         ops.attention_prefill(
             rotated[0], *pages, arena.table, group.positions, scale=self._scale, split=KV_SPLIT, out=context
         )
-        self._linear(arena.context, block.o.weight, block.o.bias, out=arena.projected)
-        ops.add_rms_norm(arena.x, arena.projected, block.post_norm, eps=eps, out=(arena.y, arena.normed))
-        self._linear(arena.normed, block.gate_up, block.gate_up_bias, out=arena.gate_up)
-        ops.swiglu(*arena.gate_up.chunk(2, dim=1), out=arena.gated)
-        self._linear(arena.gated, block.down.weight, block.down.bias, out=arena.projected)
-        after = self.blocks[layer + 1].input_norm if layer + 1 < len(self.blocks) else self.model.norm.weight
-        ops.add_rms_norm(arena.y, arena.projected, after, eps=eps, out=(arena.x, arena.normed))
 
 
 def pack(block: Block) -> PackedBlock:
@@ -190,18 +208,17 @@ def pack(block: Block) -> PackedBlock:
     )  # fmt: skip
 
 
-def _joined(linears: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:
+def _joined(linears: Sequence[Linear]) -> tuple[Weight, Tensor | None]:
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    return _stacked([linear.weight for linear in linears]), _stacked(biases) if biases else None
+    bias, codes = _stacked(biases) if biases else None, [x for x in linears if isinstance(x, QuantisedLinear)]
+    return join(codes) if codes else _stacked([linear.weight for linear in linears]), bias
 
 
 def _stacked(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return parameters in one buffer, of which they become views; those that already are stay as they are."""
-    first, rows = parameters[0].data, sum(len(p) for p in parameters)
-    ends = [p.data_ptr() + p.numel() * p.itemsize for p in parameters]
-    storages = {p.untyped_storage().data_ptr() for p in parameters}
-    if len(storages) == 1 and all(p.data_ptr() == end for p, end in zip(parameters[1:], ends, strict=False)):
-        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    found = adjoining([p.data for p in parameters])
+    if found is not None:
+        return found
     whole = torch.cat([p.data for p in parameters])
     for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
         parameter.data = part

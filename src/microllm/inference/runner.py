@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from microllm import ops
 from microllm.inference.prewarm import WarmedShape
+from microllm.inference.quantised import multiply
 from microllm.inference.request import Request
 from microllm.inference.scheduler import Chunk
 from microllm.model import Transformer
@@ -124,9 +125,9 @@ class ModelRunner:
                 layer, cast("Block", block), x_ND, positions_N.clamp(min=0), list(zip(groups, tables, strict=True))
             )
         if not len(wanted):  # chunks that end within their prompts
-            return x_ND.new_empty(0, self.model.head_weight_VD.shape[0])
+            return x_ND.new_empty(0, self.model.config.vocab_size)
         last_AD = self._with_idle_rows(self.model.norm(x_ND[wanted]))
-        return self._linear(last_AD, self.model.head_weight_VD)[: len(wanted)]
+        return multiply(last_AD, self.model.head_weight_VD, dense=self._linear)[: len(wanted)]
 
     def _with_idle_rows(self, rows: Tensor) -> Tensor:
         """Return rows with as many of zeros after them as the same bits need."""
@@ -177,4 +178,4 @@ class ModelRunner:
         return torch.cat([ops.swiglu(gate, up)[:, :width] for gate, up in pieces])
 
     def _project(self, x_ND: Tensor, linear: Linear) -> Tensor:
-        return self._linear(x_ND, linear.weight, linear.bias)
+        return multiply(x_ND, linear.weight, linear.bias, dense=self._linear)

@@ -29,7 +29,7 @@ class ServerConfig:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N; with auto or cuda each replica takes a GPU of its own, in turn."""
     precision: str = "auto"
-    """auto (the checkpoint's own on a GPU, fp32 on a CPU), fp32, bf16 or fp16."""
+    """auto (the checkpoint's own on a GPU, fp32 on a CPU), fp32, bf16 or fp16; on a GPU also int8, int4 or fp8."""
     num_threads: int | None = None
     """Threads of each engine on a CPU; without it torch's own choice."""
     replicas: int = 1

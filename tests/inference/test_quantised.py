@@ -1,0 +1,107 @@
+"""Weights in codes: one set of them under the eager form, the plain engine and the fused pass, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from microllm import LLM, SamplingParams, load, ops
+from microllm.config import preset
+from microllm.errors import ConfigError
+from microllm.inference import Engine, EngineConfig
+from microllm.inference.own_engine import is_plain
+from microllm.inference.quantised import QUANTISATIONS, quantise, quantise_model
+from microllm.model import Transformer
+
+FAMILIES = {
+    "llama": {"tie_word_embeddings": True}, "qwen2": {"family": "qwen2", "qkv_bias": True},
+    "qwen3": {"family": "qwen3", "qk_norm": True, "tie_word_embeddings": False},
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+KINDS = [GREEDY, replace(GREEDY, temperature=0.8, seed=3), replace(GREEDY, logprobs=1)]
+
+
+def quantised(llm, kind, family="llama", dtype=torch.float32, device="cpu"):
+    config = preset(
+        "tiny", vocab_size=288, hidden_size=128, intermediate_size=320, max_position_embeddings=128, **FAMILIES[family]
+    )
+    model = Transformer(config, dtype=dtype, device=device).initialise(2, std=0.2).eval().requires_grad_(False)
+    return LLM(quantise_model(model, kind), llm.tokenizer, name=family)
+
+
+@pytest.mark.parametrize("kind", QUANTISATIONS)
+def test_codes_are_near_the_weights(kind):
+    w = torch.randn(48, 96, generator=torch.Generator().manual_seed(0))
+    w[3] = 0
+    found = quantise(w, kind)
+    off = found.multiply(torch.eye(96)).T - w
+    bound = {"int8": 1 / 254, "fp8": 1 / 16, "int4": 1 / 15}[kind] * w.abs().amax(dim=1, keepdim=True)
+    assert (off.abs() <= bound + 1e-6).all()
+    assert (off[3] == 0).all()
+    assert found.first(5).multiply(torch.eye(96)).T.equal(found.multiply(torch.eye(96)).T[:5])
+
+
+@pytest.mark.parametrize(("kind", "family"), list(zip(QUANTISATIONS, FAMILIES, strict=True)))
+def test_engines_give_the_tokens_of_the_eager_form(llm, prompts, kind, family):
+    model = quantised(llm, kind, family)
+    assert model.precision == kind
+    assert is_plain(model.transformer)
+    for params in KINDS:
+        want = [c.token_ids for c in model.uncaptured().generate(prompts, params)]
+        for steps in ("plain", "uncaptured"):
+            engine = Engine(model, EngineConfig(max_rows=4, steps=steps, deterministic=False))
+            assert [c.token_ids for c in engine.generate(prompts, params)] == want
+
+
+@pytest.mark.parametrize("kind", QUANTISATIONS)
+def test_a_step_of_the_fused_pass_multiplies_by_codes_alone(llm, kind):
+    engine = Engine(quantised(llm, kind), EngineConfig(max_rows=2, steps="uncaptured"))
+    with ops.ledger() as ran:
+        engine.generate([[5, 6, 7], [8]], GREEDY)
+    products = {entry.op for entry in ran if "linear" in entry.op or "head" in entry.op}
+    assert products == {f"linear_{kind}"}
+
+
+def test_a_second_engine_shares_the_codes_of_the_first(llm):
+    model = quantised(llm, "int4")
+    first, second = (Engine(model, EngineConfig(max_rows=2, steps="uncaptured")) for _ in range(2))
+    for a, b in zip(first._runner.forward.blocks, second._runner.forward.blocks, strict=True):
+        for name in ("codes", "scale", "minimum"):
+            assert getattr(a.gate_up, name).data_ptr() == getattr(b.gate_up, name).data_ptr()
+    layer = model.transformer.layers[0]
+    assert layer.self_attn.q_proj.codes.data_ptr() == first._runner.forward.blocks[0].qkv.codes.data_ptr()
+    assert first.memory().weight_bytes == second.memory().weight_bytes
+
+
+def test_what_cannot_be_quantised_or_run_is_refused(llm):
+    with pytest.raises(ConfigError, match="got a matrix of 40 columns; need a multiple of 32"):
+        quantise(torch.ones(4, 40), "int4")
+    with pytest.raises(ConfigError, match="got 'int3'; need one of int8, int4, fp8"):
+        quantise_model(Transformer(preset("tiny")), "int3")
+    with pytest.raises(ConfigError, match=r"got precision 'fp8'; need auto or one of .*, int4 on a cpu"):
+        load("demo", device="cpu", precision="fp8")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", QUANTISATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_steps_of_codes_give_the_eager_tokens(llm, prompts, kind, family):
+    model = quantised(llm, kind, family, device="cuda")
+    for params in KINDS:
+        want = [c.token_ids for c in model.uncaptured().generate(prompts, params)]
+        assert [c.token_ids for c in model.generate(prompts, params)] == want
+        engine = Engine(model, EngineConfig(max_rows=8))
+        assert [c.token_ids for c in engine.generate(prompts, params)] == want
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", QUANTISATIONS)
+def test_codes_in_bf16_repeat_themselves_and_stay_near_the_eager_form(llm, kind):
+    model = quantised(llm, kind, dtype=torch.bfloat16, device="cuda")
+    params = replace(GREEDY, logprobs=0)
+    first = Engine(model, EngineConfig(max_rows=1)).generate([7] * 40, params)
+    assert Engine(model, EngineConfig(max_rows=1)).generate([7] * 40, params).logprobs == first.logprobs
+    ids = torch.tensor([[*[7] * 40, *first.token_ids]], device="cuda")
+    logits = model.transformer(ids)[0, 39:-1].float().log_softmax(1)
+    eager = [float(row[token]) for row, token in zip(logits, first.token_ids, strict=True)]
+    assert [each.logprob for each in first.logprobs] == pytest.approx(eager, abs=0.3)
