@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from microllm.inference.llm import LLM
 
 CONTEXTS = (1024, 8192)
-"""Contexts of engines, and the model's own; where attention changes how it splits the keys."""
+"""Contexts of engines, and the model's own: few, for attention splits the keys by them."""
 MAX_ROWS, MIN_ROWS = 32, 8
 MAX_STEP_TOKENS = 4096
 """Tokens of a step: a prompt up to that many runs as one."""

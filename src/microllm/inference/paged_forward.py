@@ -22,7 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from microllm import ops
-from microllm.inference.quantised import QuantisedLinear, Weight, adjoining, join, multiply, quantisation_of
+from microllm.inference.quantised import (
+    QuantisedLinear,
+    Weight,
+    adjoining,
+    join,
+    multiply,
+    multiply_add,
+    multiply_gated,
+    norm_multiply,
+)
 from microllm.inference.runner import KV_SPLIT
 from microllm.model import Transformer
 from microllm.model.transformer import Block, Linear
@@ -54,10 +63,9 @@ class Arena:
         self.x, self.y, self.normed = (like.new_empty(N, D) for _ in range(3))
         self.qkv, self.context = like.new_empty(N, (H + 2 * G) * K), like.new_empty(N, H * K)
         self.gated = like.new_empty(N, F)
-        many = () if group.decodes and not forward.is_quantised else (N,)
+        many = () if group.decodes else (N,)
         self.projected, self.gate_up = (like.new_empty(*many, width) for width in (D, 2 * F))
-        turns = () if group.decodes else (N,)
-        self.q, self.turned = like.new_empty(*turns, H * K), like.new_empty(*turns, (H + 2 * G) * K)
+        self.q, self.turned = like.new_empty(*many, H * K), like.new_empty(*many, (H + 2 * G) * K)
         self.table = torch.zeros(group.num_rows, forward.pages_a_row, dtype=torch.int32, device=like.device)
         self.wanted = torch.zeros(num_wanted, dtype=torch.int64, device=like.device)
         self.picked, self.last = like.new_empty(num_wanted, D), like.new_empty(num_wanted, D)
@@ -74,7 +82,6 @@ class PagedForward:
     def __init__(self, model: Transformer, pool: PagePool, *, context: int, one_tiling: bool) -> None:
         self.model, self.pool, self._config = model, pool, model.config
         device = model.norm.weight.device
-        self.is_quantised = quantisation_of(model) is not None
         self.pages_a_row = -(-context // pool.page_tokens)
         self.blocks = [pack(cast("Block", block)) for block in model.layers]
         cos, sin = model.rotary(torch.arange(context, device=device)[None])
@@ -92,10 +99,10 @@ class PagedForward:
         """Run all layers over a group's tokens and return the stream after them, [N, D], in the arena."""
         ops.embedding(group.token_ids.flatten(), self.model.embed_tokens.weight, out=arena.x)
         for layer, block in enumerate(self.blocks):
-            if group.decodes and not self.is_quantised:
+            if group.decodes:
                 self._decode(layer, block, group, arena)
             else:
-                self._chain(layer, block, group, arena)
+                self._prefill(layer, block, group, arena)
         return arena.x
 
     def last(self, arena: Arena) -> Tensor:
@@ -129,30 +136,33 @@ class PagedForward:
         return ops.rms_norm(x, w, eps=self._config.rms_norm_eps, out=out)
 
     def _decode(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
-        assert isinstance(block.qkv, Tensor), "of floats"
-        assert isinstance(block.gate_up, Tensor), "of floats"
         eps, folds = self._config.rms_norm_eps, len(arena.x) == 1 and not self._one_split
         if folds:
-            ops.norm_linear(arena.x, block.input_norm, block.qkv, block.qkv_bias, eps=eps, out=arena.qkv)
+            norm_multiply(arena.x, block.input_norm, block.qkv, block.qkv_bias, eps=eps, out=arena.qkv)
         else:
             normed = self._norm(arena.x, block.input_norm, arena.normed)
-            ops.linear(normed, block.qkv, block.qkv_bias, out=arena.qkv)
-        self._attend_step(layer, block, group, arena)
-        ops.linear_residual(arena.context, block.o.weight, arena.x, block.o.bias, out=arena.y)
+            multiply(normed, block.qkv, block.qkv_bias, out=arena.qkv)
+        q, k, v = self._heads(arena.qkv, group)
+        ops.attention_step(
+            q, k, v, self._cos, self._sin, self.pool.k_pages[layer], self.pool.v_pages[layer], arena.table,
+            group.positions, block.q_norm, block.k_norm, scale=self._scale, eps=eps, split=self._split_of(group),
+            out=arena.context.view(q.shape),
+        )  # fmt: skip
+        multiply_add(arena.context, block.o.weight, arena.x, block.o.bias, out=arena.y)
         if folds:
             normed, gain = arena.y, block.post_norm
         else:
             normed, gain = self._norm(arena.y, block.post_norm, arena.normed), None
-        ops.norm_linear_swiglu(normed, gain, block.gate_up, block.gate_up_bias, eps=eps, out=arena.gated)
-        ops.linear_residual(arena.gated, block.down.weight, arena.y, block.down.bias, out=arena.x)
+        multiply_gated(normed, gain, block.gate_up, block.gate_up_bias, eps=eps, out=arena.gated)
+        multiply_add(arena.gated, block.down.weight, arena.y, block.down.bias, out=arena.x)
 
-    def _chain(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
-        """Run a layer over prompts, or of quantised weights over any rows; the stream takes turns with its next sum."""
+    def _prefill(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
+        """Run a layer over prompts; the sums of stream and projection change place with the stream."""
         eps = self._config.rms_norm_eps
         if layer == 0:
             self._norm(arena.x, block.input_norm, arena.normed)
         self._product(arena.normed, block.qkv, block.qkv_bias, out=arena.qkv)
-        (self._attend_step if group.decodes else self._attend_prompt)(layer, block, group, arena)
+        self._attend_prompt(layer, block, group, arena)
         self._product(arena.context, block.o.weight, block.o.bias, out=arena.projected)
         ops.add_rms_norm(arena.x, arena.projected, block.post_norm, eps=eps, out=(arena.y, arena.normed))
         self._product(arena.normed, block.gate_up, block.gate_up_bias, out=arena.gate_up)
@@ -163,16 +173,6 @@ class PagedForward:
 
     def _product(self, x: Tensor, w: Weight, bias: Tensor | None, *, out: Tensor) -> Tensor:
         return multiply(x, w, bias, out=out, dense=self._linear)
-
-    def _attend_step(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
-        """Turn queries and keys, store keys and values, and attend, in one launch."""
-        eps = self._config.rms_norm_eps
-        q, k, v = self._heads(arena.qkv, group)
-        ops.attention_step(
-            q, k, v, self._cos, self._sin, self.pool.k_pages[layer], self.pool.v_pages[layer], arena.table,
-            group.positions, block.q_norm, block.k_norm, scale=self._scale, eps=eps, split=self._split_of(group),
-            out=arena.context.view(q.shape),
-        )  # fmt: skip
 
     def _attend_prompt(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
         """Turn queries and keys, store keys and values, and attend."""

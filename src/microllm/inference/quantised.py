@@ -42,10 +42,7 @@ class QuantisedWeight(NamedTuple):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Return x [M, K] times the transposed matrix, plus bias."""
-        if self.minimum is not None:
-            return ops.linear_int4(x, self.codes, self.scale, self.minimum, bias, out=out)
-        product = ops.linear_int8 if self.kind == "int8" else ops.linear_fp8
-        return product(x, self.codes, self.scale, bias, out=out)
+        return ops.linear_codes(x, self.codes, self.scale, self.minimum, bias, out=out)
 
     def first(self, num_rows: int) -> QuantisedWeight:
         """Return the first rows."""
@@ -86,6 +83,33 @@ def multiply(
 ) -> Tensor:  # fmt: skip
     """Return x times the transposed matrix, plus bias; ``dense`` multiplies where it is one of floats."""
     return dense(x, w, bias, out=out) if isinstance(w, Tensor) else w.multiply(x, bias, out=out)
+
+
+def norm_multiply(
+    x: Tensor, gain: Tensor, w: Weight, bias: Tensor | None = None, *, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """Return the product with rms_norm(x)."""
+    if isinstance(w, Tensor):
+        return ops.norm_linear(x, gain, w, bias, eps=eps, out=out)
+    return ops.norm_linear_codes(x, gain, w.codes, w.scale, w.minimum, bias, eps=eps, out=out)
+
+
+def multiply_add(
+    x: Tensor, w: Weight, residual: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Return residual + the product with x."""
+    if isinstance(w, Tensor):
+        return ops.linear_residual(x, w, residual, bias, out=out)
+    return ops.linear_residual_codes(x, w.codes, w.scale, w.minimum, residual, bias, out=out)
+
+
+def multiply_gated(
+    x: Tensor, gain: Tensor | None, w: Weight, bias: Tensor | None = None, *, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """Return swiglu of the product with rms_norm(x), or with x where there is no gain."""
+    if isinstance(w, Tensor):
+        return ops.norm_linear_swiglu(x, gain, w, bias, eps=eps, out=out)
+    return ops.norm_linear_swiglu_codes(x, gain, w.codes, w.scale, w.minimum, bias, eps=eps, out=out)
 
 
 def first_rows(w: Weight, num_rows: int) -> Weight:
