@@ -6,7 +6,8 @@ The grid of models, lengths and batches has a command, where tyro is there:
 
     PYTHONPATH=src python -m microllm bench matrix --device cuda --model qwen2.5-0.5b --out matrix.jsonl
 
-Each argument is MODEL:BATCHES:TOKENS[:peer][:B][:S256]: B for mode B, S256 for the throughput run of 256 sequences.
+Each argument is MODEL:BATCHES:TOKENS[:peer][:B][:int8][:S256]: B for mode B, int8 (int4, fp8) for weights in codes,
+S256 for the throughput run of 256 sequences.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 from pathlib import Path
 
 from microllm.evidence.rows import read_rows, rows_table
+from microllm.inference.quantised import QUANTISATIONS
 from microllm.lab.bench_engine import EngineBenchConfig, measure_engine
 
 
@@ -32,7 +34,8 @@ def main() -> None:
         model, batches, tokens, *flags = run.split(":")
         config = EngineBenchConfig(
             model=model, batch=tuple(map(int, batches.split(","))), tokens=tuple(map(int, tokens.split(","))),
-            peer="peer" in flags, deterministic="B" in flags, device=args.device, dtype=args.dtype,
+            peer="peer" in flags, deterministic="B" in flags,
+            weights=next((flag for flag in flags if flag in QUANTISATIONS), ""), device=args.device, dtype=args.dtype,
             sequences=next((int(flag[1:]) for flag in flags if flag.startswith("S")), 0), rounds=args.rounds,
             new_tokens=args.new_tokens, out=args.out,
         )  # fmt: skip

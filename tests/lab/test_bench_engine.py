@@ -23,6 +23,16 @@ def test_rows_of_decode_prefill_and_throughput_with_a_peer_and_a_limit(tmp_path)
     assert said[0] == "parity: pass"
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
+def test_quantised_weights_read_less_and_are_held_to_their_own_eager_form(weights):
+    plain = next(measure_engine(EngineBenchConfig(**TINY)))
+    row = next(measure_engine(EngineBenchConfig(**TINY, weights=weights)))
+    assert (row.dtype, row.parity) == (weights, "pass")
+    assert row.limit > (2 if weights == "int4" else 1.5) * plain.limit
+    with pytest.raises(ConfigError, match="and a peer; need one of them"):
+        EngineBenchConfig(**TINY, weights=weights, peer=True)
+
+
 def test_a_row_whose_tokens_are_not_transformers_has_no_speed(monkeypatch):
     init = Engine.__init__
 

@@ -19,17 +19,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from microllm.config import ModelConfig
 from microllm.errors import ConfigError
 from microllm.evidence.environment import capture_environment
 from microllm.evidence.rows import Row, environment_fields, read_rows, write_row
 from microllm.inference import LLM, Engine, EngineConfig
 from microllm.inference.placement import choose_device
+from microllm.inference.quantised import Quantisation, quantise_model
 from microllm.lab.hf_twin import cast_twin, make_twin
 from microllm.lab.random_model import random_llm
 from microllm.sampling import SamplingParams
@@ -53,6 +53,7 @@ class EngineBenchConfig:
         tokens: Tokens of their prompts; a row for each.
         new_tokens: Tokens that a round decodes, beyond the first.
         peer: Run transformers too (its compiler takes a minute for each batch).
+        weights: Quantise the weights to int8, int4 or fp8; parity is with the eager form of the same codes then.
         deterministic: Rows' bits do not know their batch (mode B).
         sequences: Of the throughput run at temperature 0.6, 0 for none.
         lengths: Least and most tokens of its prompts and of its answers.
@@ -68,6 +69,7 @@ class EngineBenchConfig:
     tokens: tuple[int, ...] = (512,)
     new_tokens: int = 128
     peer: bool = False
+    weights: str = ""
     deterministic: bool = False
     sequences: int = 0
     lengths: tuple[int, int] = (100, 1024)
@@ -82,6 +84,8 @@ class EngineBenchConfig:
                 f"got {counts} sequences and tokens, {self.rounds} rounds, dtype {self.dtype!r}; need at least 1 of "
                 f"each, an even number of rounds, and one of {', '.join(TORCH_DTYPES)}"
             )
+        if self.weights and self.peer:
+            raise ConfigError(f"got weights={self.weights!r} and a peer; need one of them: the peer has plain weights")
 
 
 @dataclass(slots=True)
@@ -143,8 +147,11 @@ def measure_engine(config: EngineBenchConfig, progress: Progress = lambda _: Non
     """Yield rows for each batch and prompt length, then one for the throughput run; write them to ``config.out``."""
     device, dtype = choose_device(config.device), TORCH_DTYPES[config.dtype]
     llm = random_llm(config.model, config.device, dtype)
-    fields = environment_fields(capture_environment(config.device)) | {"dtype": config.dtype, "unit": "tok/s"}
-    twin = twin_of(llm, dtype)
+    fields = environment_fields(capture_environment(config.device))
+    fields |= {"dtype": config.weights or config.dtype, "unit": "tok/s"}
+    if config.weights:
+        quantise_model(llm.transformer, cast("Quantisation", config.weights))
+    twin = llm.transformer if config.weights else twin_of(llm, dtype)
     parity = measure_parity(config, llm, twin)
     progress(f"parity: {parity}")
     twin = twin if config.peer else None
@@ -179,7 +186,7 @@ def _shape_rows(
         for arm in arms if number % 2 == 0 else arms[::-1]:
             arm.time(prompts, config.new_tokens, device)
     ours, *others = arms
-    steps_bytes = bytes_a_step(llm.config, batch, tokens + config.new_tokens // 2, TORCH_DTYPES[config.dtype].itemsize)
+    steps_bytes = bytes_a_step(llm, batch, tokens + config.new_tokens // 2)
     limit = batch * read_rate(config, fields["device"]) / steps_bytes
     what, mode = f"{config.model} B{batch} T{tokens}", "B" if config.deterministic else "A"
     in_ms: dict[str, Any] = {**fields, "unit": "ms"}
@@ -271,11 +278,13 @@ def measure_parity(config: EngineBenchConfig, llm: LLM, twin: Any) -> str:  # no
     return "pass" if off <= bound else f"log-probabilities off by {off:.2e} (root mean square); at most {bound:.2e}"
 
 
-def bytes_a_step(model: ModelConfig, batch: int, length: int, itemsize: int) -> int:
+def bytes_a_step(llm: LLM, batch: int, length: int) -> int:
     """Return the bytes that a decode step must read: the weights but not the table's other rows, keys and values."""
-    table = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-    keys = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * length
-    return itemsize * (model.num_parameters() - table + batch * keys)
+    model, config = llm.transformer, llm.config
+    table = 0 if model.lm_head is None else model.embed_tokens.weight.nbytes
+    weights = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    keys = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * length
+    return sum(weights.values()) - table + batch * keys * llm.dtype.itemsize
 
 
 def read_rate(config: EngineBenchConfig, device: str) -> float:

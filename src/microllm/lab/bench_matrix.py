@@ -192,8 +192,7 @@ class _Grid:
             self._alone[cell.tokens, cell.new_tokens] = rate
         if alone := self._alone.get((cell.tokens, cell.new_tokens)):
             figures["efficiency"] = rate / (cell.batch * alone)
-        length, itemsize = cell.tokens + cell.new_tokens // 2, TORCH_DTYPES[self._config.dtype].itemsize
-        num_bytes = bytes_a_step(self._llm.config, cell.batch, length, itemsize)
+        num_bytes = bytes_a_step(self._llm, cell.batch, cell.tokens + cell.new_tokens // 2)
         peer = arms[1] if len(arms) > 1 else None
         return Row(
             target="matrix", workload=workload, ours=rate if self._parity == "pass" else None,
