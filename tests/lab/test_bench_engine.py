@@ -27,7 +27,10 @@ def test_rows_of_decode_prefill_and_throughput_with_a_peer_and_a_limit(tmp_path)
 def test_quantised_weights_read_less_and_are_held_to_their_own_eager_form(weights):
     plain = next(measure_engine(EngineBenchConfig(**TINY)))
     row = next(measure_engine(EngineBenchConfig(**TINY, weights=weights)))
-    assert (row.dtype, row.parity) == (weights, "pass")
+    assert (row.dtype, row.parity, row.peer_name) == (weights, "pass", "microllm fp32")
+    assert row.target == ("D5" if weights == "int8" else "decode")
+    assert row.workload == f"tiny B2 T8 N3 mode A {weights} weights"
+    assert row.peer > 0
     assert row.limit > (2 if weights == "int4" else 1.5) * plain.limit
     with pytest.raises(ConfigError, match="and a peer; need one of them"):
         EngineBenchConfig(**TINY, weights=weights, peer=True)

@@ -1,4 +1,4 @@
-"""The engine beside transformers with a static cache and torch.compile, on one GPU: targets D1 to D4, D6 to D8, P1, S1.
+"""The engine beside transformers with a static cache and torch.compile, on one GPU: targets D1 to D8, P1, S1.
 
 Place: ``microllm bench engine`` and ``tools/gpu_engine.py``. Weights are random, of a preset's exact shape, the same in
 every arm. A decode rate is what more tokens add: the time of a prompt and N + 1 tokens, less that of a prompt and one,
@@ -36,6 +36,7 @@ from microllm.sampling import SamplingParams
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PEER = "transformers static + compiled"
+CODES_TARGET = {"int8": "D5"}
 PARITY_TIMES, PARITY_FLOOR = 1.5, 1e-5
 READ_TBPS = 4.0
 """Read rate of a 1 GB buffer on an H200, where no roofline row says it."""
@@ -53,7 +54,8 @@ class EngineBenchConfig:
         tokens: Tokens of their prompts; a row for each.
         new_tokens: Tokens that a round decodes, beyond the first.
         peer: Run transformers too (its compiler takes a minute for each batch).
-        weights: Quantise the weights to int8, int4 or fp8; parity is with the eager form of the same codes then.
+        weights: Quantise the weights to int8, int4 or fp8: the peer is then our engine with the floats that they came
+            from, and parity is with the eager form of the same codes.
         deterministic: Rows' bits do not know their batch (mode B).
         sequences: Of the throughput run at temperature 0.6, 0 for none.
         lengths: Least and most tokens of its prompts and of its answers.
@@ -85,7 +87,7 @@ class EngineBenchConfig:
                 f"each, an even number of rounds, and one of {', '.join(TORCH_DTYPES)}"
             )
         if self.weights and self.peer:
-            raise ConfigError(f"got weights={self.weights!r} and a peer; need one of them: the peer has plain weights")
+            raise ConfigError(f"got weights={self.weights!r} and a peer; need one of them: ours in floats is the peer")
 
 
 @dataclass(slots=True)
@@ -105,6 +107,15 @@ class Arm:
     def rate(self, num_sequences: int, num_tokens: int) -> float:
         """Return tokens a second while decoding."""
         return num_sequences * num_tokens / (median(self.long_s) - median(self.short_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What runs beside our engine: names for its decoding and its prompts, and its arm for sequences of a length."""
+
+    name: str
+    prefill_name: str
+    arm: Callable[[int, int], Arm]
 
 
 class StaticCompiled:
@@ -150,14 +161,18 @@ def measure_engine(config: EngineBenchConfig, progress: Progress = lambda _: Non
     fields = environment_fields(capture_environment(config.device))
     fields |= {"dtype": config.weights or config.dtype, "unit": "tok/s"}
     if config.weights:
-        quantise_model(llm.transformer, cast("Quantisation", config.weights))
-    twin = llm.transformer if config.weights else twin_of(llm, dtype)
+        floats, twin = random_llm(config.model, config.device, dtype), llm.transformer
+        quantise_model(twin, cast("Quantisation", config.weights))
+        peer = _our_floats(config, floats)
+    else:
+        twin = twin_of(llm, dtype)
+        peer = _transformers(twin) if config.peer else None
     parity = measure_parity(config, llm, twin)
     progress(f"parity: {parity}")
-    twin = twin if config.peer else None
+    del twin
     for tokens in config.tokens:
         for batch in config.batch:
-            for row in _shape_rows(config, llm, twin, (batch, tokens), parity, fields):
+            for row in _shape_rows(config, llm, peer, (batch, tokens), parity, fields):
                 progress(summary(row))
                 yield kept(config, row)
             forget(device)
@@ -167,17 +182,33 @@ def measure_engine(config: EngineBenchConfig, progress: Progress = lambda _: Non
         yield kept(config, row)
 
 
+def _transformers(twin: Any) -> Peer:  # noqa: ANN401
+    on_gpu = twin.device.type == "cuda"
+
+    def arm(num_sequences: int, capacity: int) -> Arm:
+        return Arm(StaticCompiled(twin, num_sequences, capacity, compiles=on_gpu).run)
+
+    return Peer(PEER if on_gpu else "transformers static", "transformers eager", arm)
+
+
+def _our_floats(config: EngineBenchConfig, llm: LLM) -> Peer:
+    name = f"microllm {config.dtype}"
+    return Peer(name, name, lambda num_sequences, capacity: _our_arm(config, llm, num_sequences, capacity))
+
+
+def _our_arm(config: EngineBenchConfig, llm: LLM, num_sequences: int, capacity: int) -> Arm:
+    engine = new_engine(config, llm, num_sequences, capacity)
+    return Arm(lambda prompts, count: engine.generate(prompts, greedy(count)))
+
+
 def _shape_rows(
-    config: EngineBenchConfig, llm: LLM, twin: Any, shape: tuple[int, int], parity: str, fields: dict[str, Any],  # noqa: ANN401
-) -> tuple[Row, Row]:  # fmt: skip
+    config: EngineBenchConfig, llm: LLM, peer: Peer | None, shape: tuple[int, int], parity: str, fields: dict[str, Any]
+) -> tuple[Row, Row]:
     """Return the rows of decoding and of the prompt before it."""
     batch, tokens = shape
     device, capacity = torch.device(config.device), tokens + config.new_tokens + 8
     prompts = [[(7 * row + i) % (llm.config.vocab_size - 5) + 5 for i in range(tokens)] for row in range(batch)]
-    engine = new_engine(config, llm, batch, capacity)
-    arms = [Arm(lambda prompts, count: engine.generate(prompts, greedy(count)))]
-    if twin is not None:
-        arms.append(Arm(StaticCompiled(twin, batch, capacity, compiles=device.type == "cuda").run))
+    arms = [_our_arm(config, llm, batch, capacity), *([] if peer is None else [peer.arm(batch, capacity)])]
     for arm in arms:
         for count in (3, config.new_tokens + 1, config.new_tokens + 1):
             arm.run(prompts, count)
@@ -189,17 +220,18 @@ def _shape_rows(
     steps_bytes = bytes_a_step(llm, batch, tokens + config.new_tokens // 2)
     limit = batch * read_rate(config, fields["device"]) / steps_bytes
     what, mode = f"{config.model} B{batch} T{tokens}", "B" if config.deterministic else "A"
+    mode += f" {config.weights} weights" if config.weights else ""
     in_ms: dict[str, Any] = {**fields, "unit": "ms"}
-    passes, peer_name = parity == "pass", PEER if device.type == "cuda" else "transformers static"
+    passes = parity == "pass"
     prefill = Row(
         target="prefill", workload=f"{what} mode {mode}", ours=1e3 * median(ours.short_s) if passes else None,
-        peer_name="transformers eager" if others else None, peer=1e3 * median(others[0].short_s) if others else None,
+        peer_name=peer and peer.prefill_name, peer=1e3 * median(others[0].short_s) if others else None,
         num_forwards=1, parity=parity, **in_ms,
     )  # fmt: skip
     decode = Row(
-        target="decode", workload=f"{what} N{config.new_tokens} mode {mode}",
+        target=CODES_TARGET.get(config.weights, "decode"), workload=f"{what} N{config.new_tokens} mode {mode}",
         ours=ours.rate(batch, config.new_tokens) if passes else None, limit=limit,
-        peer_name=peer_name if others else None, peer=others[0].rate(batch, config.new_tokens) if others else None,
+        peer_name=peer and peer.name, peer=others[0].rate(batch, config.new_tokens) if others else None,
         num_forwards=config.new_tokens, peak_bytes=ours.peak_bytes or None,
         peer_peak_bytes=(others[0].peak_bytes or None) if others else None, parity=parity, **fields,
     )  # fmt: skip
