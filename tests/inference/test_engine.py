@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from microllm import SamplingParams
+from microllm import SamplingParams, ops
 from microllm.cli import main
 from microllm.errors import ConfigError, RequestError
 from microllm.inference import LLM, verify
@@ -623,13 +623,13 @@ def test_a_salt_is_bytes(llm):
 def test_a_steps_head_multiplies_only_where_a_token_is_wanted(llm, monkeypatch):
     engine = engine_of(llm, max_rows=1, max_step_tokens=9)
     (request,) = engine.add("y" * 30, replace(GREEDY, max_tokens=2))
-    heads, linear = [], engine._runner._linear
+    heads, linear = [], ops.linear
 
     def watched(x, weight, bias=None, *, out=None):
         heads.append(weight.shape[0] == llm.config.vocab_size)
         return linear(x, weight, bias, out=out)
 
-    monkeypatch.setattr(engine._runner, "_linear", watched)
+    monkeypatch.setattr(ops, "linear", watched)
     drain(engine)
     assert engine.report().num_steps == 5
     assert sum(heads) == 2

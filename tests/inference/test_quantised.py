@@ -10,8 +10,9 @@ from microllm.config import preset
 from microllm.errors import ConfigError
 from microllm.inference import Engine, EngineConfig
 from microllm.inference.own_engine import is_plain
-from microllm.inference.quantised import QUANTISATIONS, quantise, quantise_model
+from microllm.inference.quantised import QUANTISATIONS, QuantisedLinear, quantise, quantise_model
 from microllm.model import Transformer
+from microllm.ops.linear_codes import dequantised
 
 FAMILIES = {
     "llama": {"tie_word_embeddings": True}, "qwen2": {"family": "qwen2", "qkv_bias": True},
@@ -34,11 +35,11 @@ def test_codes_are_near_the_weights(kind):
     w = torch.randn(48, 96, generator=torch.Generator().manual_seed(0))
     w[3] = 0
     found = quantise(w, kind)
-    off = found.multiply(torch.eye(96)).T - w
+    off = found.linear(torch.eye(96)).T - w
     bound = {"int8": 1 / 254, "fp8": 1 / 16, "int4": 1 / 15}[kind] * w.abs().amax(dim=1, keepdim=True)
     assert (off.abs() <= bound + 1e-6).all()
     assert (off[3] == 0).all()
-    assert found.first(5).multiply(torch.eye(96)).T.equal(found.multiply(torch.eye(96)).T[:5])
+    assert found.first(5).linear(torch.eye(96)).T.equal(found.linear(torch.eye(96)).T[:5])
 
 
 @pytest.mark.parametrize(("kind", "family"), list(zip(QUANTISATIONS, FAMILIES, strict=True)))
@@ -53,6 +54,41 @@ def test_engines_give_the_tokens_of_the_eager_form(llm, prompts, kind, family):
             assert [c.token_ids for c in engine.generate(prompts, params)] == want
 
 
+def floats_of(llm):
+    """Return the model whose floats are what the codes stand for."""
+    coded, plain = llm.transformer, Transformer(replace(llm.config, tie_word_embeddings=False))
+    modules = {path: m for path, m in coded.named_modules() if isinstance(m, QuantisedLinear)}
+    others = {name: t for name, t in coded.state_dict().items() if name.rpartition(".")[0] not in modules}
+    others |= {f"{path}.weight": dequantised(m.codes, m.scale, m.minimum) for path, m in modules.items()}
+    plain.load_state_dict(others | {f"{p}.bias": m.bias for p, m in modules.items() if m.bias is not None})
+    return LLM(plain.eval().requires_grad_(False), llm.tokenizer)
+
+
+@pytest.mark.parametrize(("kind", "family"), list(zip(QUANTISATIONS, FAMILIES, strict=True)))
+def test_engines_give_the_tokens_of_the_floats_that_codes_stand_for(llm, prompts, kind, family):
+    model = quantised(llm, kind, family)
+    floats = floats_of(model)
+    for params in KINDS:
+        want = [c.token_ids for c in floats.generate(prompts, params)]
+        for deterministic in (False, True):
+            engine = Engine(model, EngineConfig(max_rows=4, steps="uncaptured", deterministic=deterministic))
+            assert [c.token_ids for c in engine.generate(prompts, params)] == want
+
+
+@pytest.mark.parametrize("kind", QUANTISATIONS)
+def test_memory_counts_codes_scales_and_a_table_beside_its_head(llm, kind):
+    model = quantised(llm, kind)
+    memory, config = Engine(model, EngineConfig(max_rows=1)).memory(), model.config
+    table = config.vocab_size * config.hidden_size
+    shapes = [shape for shape in config.parameter_shapes().values() if len(shape) == 2]
+    layers = sum(shape[0] * shape[1] for shape in shapes) - table
+    assert memory.code_bytes == (layers // 2 if kind == "int4" else layers) + table
+    parts = [m.matrix for m in model.transformer.modules() if isinstance(m, QuantisedLinear)]
+    assert memory.scale_bytes == sum(p.nbytes for m in parts for p in (m.scale, m.minimum) if p is not None) > 0
+    floats = sum(p.nbytes for p in model.transformer.parameters()) + model.transformer.rotary.inv_freq_P.nbytes
+    assert memory.weight_bytes == memory.code_bytes + memory.scale_bytes + floats > 4 * table
+
+
 @pytest.mark.parametrize("kind", QUANTISATIONS)
 def test_a_step_of_the_fused_pass_multiplies_by_codes_alone(llm, kind):
     engine = Engine(quantised(llm, kind), EngineConfig(max_rows=2, steps="uncaptured", deterministic=False))
@@ -60,17 +96,19 @@ def test_a_step_of_the_fused_pass_multiplies_by_codes_alone(llm, kind):
         engine.generate([[5, 6, 7]], GREEDY)
         engine.generate([[5, 6, 7], [8]], GREEDY)
     products = {entry.op for entry in ran if "linear" in entry.op or "head" in entry.op}
-    assert products == {f"linear_{kind}", "linear_residual_codes", "norm_linear_codes", "norm_linear_swiglu_codes"}
+    head = "linear_int8" if kind == "int4" else f"linear_{kind}"
+    fused = {"linear_residual_codes", "norm_linear_codes", "norm_linear_swiglu_codes"}
+    assert products == {head, f"linear_{kind}", *fused}
 
 
 def test_a_second_engine_shares_the_codes_of_the_first(llm):
     model = quantised(llm, "int4")
     first, second = (Engine(model, EngineConfig(max_rows=2, steps="uncaptured")) for _ in range(2))
     for a, b in zip(first._runner.forward.blocks, second._runner.forward.blocks, strict=True):
-        for name in ("codes", "scale", "minimum"):
+        for name in ("weight", "scale", "minimum"):
             assert getattr(a.gate_up, name).data_ptr() == getattr(b.gate_up, name).data_ptr()
     layer = model.transformer.layers[0]
-    assert layer.self_attn.q_proj.codes.data_ptr() == first._runner.forward.blocks[0].qkv.codes.data_ptr()
+    assert layer.self_attn.q_proj.codes.data_ptr() == first._runner.forward.blocks[0].qkv.weight.data_ptr()
     assert first.memory().weight_bytes == second.memory().weight_bytes
 
 

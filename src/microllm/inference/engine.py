@@ -26,6 +26,7 @@ from microllm.inference.placement import PACKED_PRECISIONS
 from microllm.inference.plan import Plan
 from microllm.inference.prewarm import PrewarmReport
 from microllm.inference.prompts import Prompt, as_batch, checked_params, one_choice
+from microllm.inference.quantised import QuantisedLinear
 from microllm.inference.request import Request
 from microllm.inference.runner import ModelRunner
 from microllm.inference.scheduler import Chunk, Scheduler
@@ -240,9 +241,12 @@ class Engine:
         model, device = self.llm.transformer, self.llm.device
         tensors = (*model.parameters(), *model.buffers())
         weights = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        coded = [module.matrix for module in model.modules() if isinstance(module, QuantisedLinear)]
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         return EngineMemory(
-            weight_bytes=sum(weights.values()), pool_bytes=self.pool.num_bytes, peak_bytes=peak,
+            weight_bytes=sum(weights.values()), code_bytes=sum(matrix.weight.nbytes for matrix in coded),
+            scale_bytes=sum(part.nbytes for matrix in coded for part in matrix[2:] if part is not None),
+            pool_bytes=self.pool.num_bytes, peak_bytes=peak,
             arena_bytes=self._runner.arena_bytes + self._runner.passing_bytes,
         )  # fmt: skip
 

@@ -33,11 +33,15 @@ class EngineReport:
 class EngineMemory:
     """Where an engine's memory is; on a GPU beside the most that this process has held there.
 
-    Units:   bytes; ``arena_bytes`` are the buffers of all shapes of steps, of the largest prompt that ran uncaptured,
+    Units:   bytes; ``weight_bytes`` are all of the weights': where matrices are quantised, ``code_bytes`` of them are
+             codes, ``scale_bytes`` scales and minima, and the token table stays in floats beside a head of codes;
+             ``arena_bytes`` are the buffers of all shapes of steps, of the largest prompt that ran uncaptured,
              and tables; ``peak_bytes`` is None on a CPU
     """
 
     weight_bytes: int
+    code_bytes: int
+    scale_bytes: int
     pool_bytes: int
     arena_bytes: int
     peak_bytes: int | None

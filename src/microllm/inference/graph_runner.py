@@ -24,7 +24,6 @@ from torch import Tensor
 from microllm import ops
 from microllm.inference.paged_forward import Arena, PagedForward
 from microllm.inference.prewarm import WarmedShape
-from microllm.inference.quantised import first_rows, multiply
 from microllm.inference.request import Request
 from microllm.inference.runner import write_table
 from microllm.inference.scheduler import Chunk
@@ -109,7 +108,7 @@ class GraphRunner:
                 starts[i] = first
                 first += chunks[i].num_logits
         if not parts:  # chunks that end within their prompts
-            parts.append(self._new_logits(0))
+            parts.append(self.model.norm.weight.new_empty(0, self.model.config.vocab_size))
         return parts[0] if len(parts) == 1 else torch.cat(parts), starts
 
     @torch.inference_mode()
@@ -223,7 +222,8 @@ class GraphRunner:
 
     def _captured(self, group: RowGroup, arena: Arena, *, captures: bool) -> Captured:
         group.fill([])
-        forward, logits = self.forward, self._new_logits(len(arena.wanted))
+        forward = self.forward
+        logits = arena.last.new_empty(len(arena.wanted), self.model.config.vocab_size)
 
         def step() -> None:
             with self._context(overlaps=group.decodes):
@@ -238,25 +238,22 @@ class GraphRunner:
         if (num_rows, choosing) in self._bursts:
             return self._bursts[num_rows, choosing]
         rows, forward = DecodeRows(num_rows, BURST_STEPS, self.device), self.forward
-        head = first_rows(self.model.head_weight_VD, num_tokens)
+        head = forward.head.first(num_tokens)
         rows.fill([])
         arena = Arena(forward, rows.group, num_rows)
         token = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         next_position, ids = torch.zeros_like(token), rows.group.token_ids.view(-1)
         positions = rows.group.positions.view(-1)
-        in_one = head if choosing == "greedy" and isinstance(head, Tensor) else None
-        logits = self._new_logits(num_rows if in_one is None else 0, num_tokens)
+        logits = arena.last.new_empty(num_rows if choosing == "sampled" or head.scale is not None else 0, num_tokens)
 
         def step() -> None:
             with self._context(overlaps=True):
                 last = forward.norm(forward.hidden(rows.group, arena), arena.last)
-                if in_one is not None:
-                    ops.lm_head_argmax(last, in_one, out=token)
-                elif choosing == "greedy":
-                    ops.argmax(multiply(last, head, out=logits), out=token)
+                if choosing == "greedy":
+                    forward.best(last, head, logits, token)
                 else:
                     torch.add(positions, 1, out=next_position)
-                    multiply(last, head, out=logits)
+                    head.linear(last, out=logits)
                     ops.sample(
                         logits, temperature=rows.temperature, top_k=rows.top_k, top_p=rows.top_p, min_p=rows.min_p,
                         seed=rows.seed, choice=rows.choice, position=next_position, out=token,
@@ -269,9 +266,6 @@ class GraphRunner:
         self.arena_bytes += arena.num_bytes + logits.nbytes
         self._bursts[num_rows, choosing] = found
         return found
-
-    def _new_logits(self, num_rows: int, num_tokens: int | None = None) -> Tensor:
-        return self.model.norm.weight.new_empty(num_rows, num_tokens or self.model.config.vocab_size)
 
     def _context(self, *, overlaps: bool) -> ExitStack:
         """Return the operators' overlapped launches and their one order of sums, as a step asks for them."""

@@ -2,7 +2,8 @@
 
 Place: ``graph_runner.py`` captures it; ``runner.py`` runs the same mathematics operator by operator, on a CPU. Packing
 moves no number: q, k and v (gate and up) come to lie one after the other, and the Transformer's own parameters become
-views of them, so that nothing is held twice.
+views of them, so that nothing is held twice. Matrices are floats or codes, the pass is the same; the token table stays
+in floats, so that one which is the head too is held once more as codes.
 
 A decoding layer is five launches: norm and QKV, attention (with RoPE, norms of heads and the new keys and values),
 output and residual, norm with gate, up and SwiGLU, down and residual; with more than one row the two norms are launches
@@ -19,38 +20,26 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from microllm import ops
-from microllm.inference.quantised import (
-    QuantisedLinear,
-    Weight,
-    adjoining,
-    join,
-    multiply,
-    multiply_add,
-    multiply_gated,
-    norm_multiply,
-)
 from microllm.inference.runner import KV_SPLIT
 from microllm.model import Transformer
 from microllm.model.transformer import Block, Linear
-from microllm.step import PagePool, RowGroup
+from microllm.step import Matrix, PagePool, RowGroup
 
 
 class PackedBlock(NamedTuple):
     """A layer's weights as the fused operators take them."""
 
     input_norm: Tensor
-    qkv: Weight
-    qkv_bias: Tensor | None
+    qkv: Matrix
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Linear
+    o: Matrix
     post_norm: Tensor
-    gate_up: Weight
-    gate_up_bias: Tensor | None
-    down: Linear
+    gate_up: Matrix
+    down: Matrix
 
 
 class Arena:
@@ -86,7 +75,7 @@ class PagedForward:
         self.blocks = [pack(cast("Block", block)) for block in model.layers]
         cos, sin = model.rotary(torch.arange(context, device=device)[None])
         self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
-        self._linear = ops.linear_one_tiling if one_tiling else ops.linear
+        self.head = model.head
         self._context, self._one_split = context, one_tiling
         self._scale = model.config.head_dim**-0.5
 
@@ -116,7 +105,16 @@ class PagedForward:
 
     def logits(self, last: Tensor, out: Tensor) -> Tensor:
         """Return the head's product with normed rows."""
-        return multiply(last, self.model.head_weight_VD, out=out)
+        return self.head.linear(last, out=out)
+
+    def best(self, last: Tensor, head: Matrix, logits: Tensor, out: Tensor) -> Tensor:
+        """Return the likeliest token of normed rows by a head, which may be part of the model's.
+
+        ``logits`` is where a head of codes leaves them; one of floats never writes them.
+        """
+        if head.scale is None:
+            return ops.lm_head_argmax(last, head.weight, out=out)
+        return ops.argmax(head.linear(last, out=logits), out=out)
 
     def _split_of(self, group: RowGroup) -> int:
         """Return how many keys a program walks: one number where bits must not know their batch, else 0 if untuned."""
@@ -138,45 +136,30 @@ class PagedForward:
     def _decode(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
         eps, folds = self._config.rms_norm_eps, len(arena.x) == 1 and not self._one_split
         if folds:
-            norm_multiply(arena.x, block.input_norm, block.qkv, block.qkv_bias, eps=eps, out=arena.qkv)
+            block.qkv.norm_linear(arena.x, block.input_norm, eps=eps, out=arena.qkv)
         else:
-            normed = self._norm(arena.x, block.input_norm, arena.normed)
-            multiply(normed, block.qkv, block.qkv_bias, out=arena.qkv)
+            block.qkv.linear(self._norm(arena.x, block.input_norm, arena.normed), out=arena.qkv)
         q, k, v = self._heads(arena.qkv, group)
         ops.attention_step(
             q, k, v, self._cos, self._sin, self.pool.k_pages[layer], self.pool.v_pages[layer], arena.table,
             group.positions, block.q_norm, block.k_norm, scale=self._scale, eps=eps, split=self._split_of(group),
             out=arena.context.view(q.shape),
         )  # fmt: skip
-        multiply_add(arena.context, block.o.weight, arena.x, block.o.bias, out=arena.y)
+        block.o.residual(arena.context, arena.x, out=arena.y)
         if folds:
             normed, gain = arena.y, block.post_norm
         else:
             normed, gain = self._norm(arena.y, block.post_norm, arena.normed), None
-        multiply_gated(normed, gain, block.gate_up, block.gate_up_bias, eps=eps, out=arena.gated)
-        multiply_add(arena.gated, block.down.weight, arena.y, block.down.bias, out=arena.x)
+        block.gate_up.norm_swiglu(normed, gain, eps=eps, out=arena.gated)
+        block.down.residual(arena.gated, arena.y, out=arena.x)
 
     def _prefill(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
         """Run a layer over prompts; the sums of stream and projection change place with the stream."""
         eps = self._config.rms_norm_eps
         if layer == 0:
             self._norm(arena.x, block.input_norm, arena.normed)
-        self._product(arena.normed, block.qkv, block.qkv_bias, out=arena.qkv)
-        self._attend_prompt(layer, block, group, arena)
-        self._product(arena.context, block.o.weight, block.o.bias, out=arena.projected)
-        ops.add_rms_norm(arena.x, arena.projected, block.post_norm, eps=eps, out=(arena.y, arena.normed))
-        self._product(arena.normed, block.gate_up, block.gate_up_bias, out=arena.gate_up)
-        ops.swiglu(*arena.gate_up.chunk(2, dim=1), out=arena.gated)
-        self._product(arena.gated, block.down.weight, block.down.bias, out=arena.projected)
-        after = self.blocks[layer + 1].input_norm if layer + 1 < len(self.blocks) else self.model.norm.weight
-        ops.add_rms_norm(arena.y, arena.projected, after, eps=eps, out=(arena.x, arena.normed))
-
-    def _product(self, x: Tensor, w: Weight, bias: Tensor | None, *, out: Tensor) -> Tensor:
-        return multiply(x, w, bias, out=out, dense=self._linear)
-
-    def _attend_prompt(self, layer: int, block: PackedBlock, group: RowGroup, arena: Arena) -> None:
-        """Turn queries and keys, store keys and values, and attend."""
-        eps = self._config.rms_norm_eps
+        one_tiling = self._one_split
+        block.qkv.linear(arena.normed, one_tiling=one_tiling, out=arena.qkv)
         q, k, v = self._heads(arena.qkv, group)
         rotated = arena.q.view(q.shape), self._heads(arena.turned, group)[1]  # k lies as v does
         cos, sin = self._cos, self._sin
@@ -193,32 +176,40 @@ class PagedForward:
         ops.attention_prefill(
             rotated[0], *pages, arena.table, group.positions, scale=self._scale, split=KV_SPLIT, out=context
         )
+        block.o.linear(arena.context, one_tiling=one_tiling, out=arena.projected)
+        ops.add_rms_norm(arena.x, arena.projected, block.post_norm, eps=eps, out=(arena.y, arena.normed))
+        block.gate_up.linear(arena.normed, one_tiling=one_tiling, out=arena.gate_up)
+        ops.swiglu(*arena.gate_up.chunk(2, dim=1), out=arena.gated)
+        block.down.linear(arena.gated, one_tiling=one_tiling, out=arena.projected)
+        after = self.blocks[layer + 1].input_norm if layer + 1 < len(self.blocks) else self.model.norm.weight
+        ops.add_rms_norm(arena.y, arena.projected, after, eps=eps, out=(arena.x, arena.normed))
 
 
 def pack(block: Block) -> PackedBlock:
     """Return a block's weights, those of projections that share an input laid one after the other."""
     attention, mlp = block.self_attn, block.mlp
-    qkv, qkv_bias = _joined((attention.q_proj, attention.k_proj, attention.v_proj))
-    gate_up, gate_up_bias = _joined((mlp.gate_proj, mlp.up_proj))
     q_norm, k_norm = (None if norm is None else norm.weight.data for norm in (attention.q_norm, attention.k_norm))
     return PackedBlock(
-        input_norm=block.input_layernorm.weight.data, qkv=qkv, qkv_bias=qkv_bias, q_norm=q_norm, k_norm=k_norm,
-        o=attention.o_proj, post_norm=block.post_attention_layernorm.weight.data, gate_up=gate_up,
-        gate_up_bias=gate_up_bias, down=mlp.down_proj,
+        input_norm=block.input_layernorm.weight.data, q_norm=q_norm, k_norm=k_norm, o=attention.o_proj.matrix,
+        qkv=_joined((attention.q_proj, attention.k_proj, attention.v_proj)), down=mlp.down_proj.matrix,
+        post_norm=block.post_attention_layernorm.weight.data, gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
     )  # fmt: skip
 
 
-def _joined(linears: Sequence[Linear]) -> tuple[Weight, Tensor | None]:
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    bias, codes = _stacked(biases) if biases else None, [x for x in linears if isinstance(x, QuantisedLinear)]
-    return join(codes) if codes else _stacked([linear.weight for linear in linears]), bias
+def _joined(linears: Sequence[Linear]) -> Matrix:
+    parts = zip(*(linear.matrix for linear in linears), strict=True)
+    weight, *others = (None if part[0] is None else _stacked(part) for part in parts)
+    assert weight is not None, "a matrix has a weight"
+    return Matrix(weight, *others)
 
 
-def _stacked(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _stacked(parameters: Sequence[Tensor]) -> Tensor:
     """Return parameters in one buffer, of which they become views; those that already are stay as they are."""
-    found = adjoining([p.data for p in parameters])
-    if found is not None:
-        return found
+    first, rows = parameters[0].data, sum(len(p) for p in parameters)
+    ends = [p.data_ptr() + p.numel() * p.itemsize for p in parameters]
+    storages = {p.untyped_storage().data_ptr() for p in parameters}
+    if len(storages) == 1 and all(p.data_ptr() == end for p, end in zip(parameters[1:], ends, strict=False)):
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
     whole = torch.cat([p.data for p in parameters])
     for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
         parameter.data = part

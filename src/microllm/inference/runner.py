@@ -22,7 +22,6 @@ from torch.nn import functional
 
 from microllm import ops
 from microllm.inference.prewarm import WarmedShape
-from microllm.inference.quantised import multiply
 from microllm.inference.request import Request
 from microllm.inference.scheduler import Chunk
 from microllm.model import Transformer
@@ -62,7 +61,7 @@ class ModelRunner:
         self._tables = PageTables(num_slots, -(-context // pool.page_tokens), self.device)
         self._decode_groups: dict[tuple[int, int], RowGroup] = {}
         self._cos_CK, self._sin_CK = (t[0] for t in model.rotary(torch.arange(context, device=self.device)[None]))
-        self._linear = ops.linear_one_tiling if deterministic and not self.same_bits else ops.linear
+        self._one_tiling = deterministic and not self.same_bits
 
     def prewarm(
         self, buckets: Sequence[int] | None, lengths: Sequence[int], num_tokens: int | None
@@ -127,7 +126,7 @@ class ModelRunner:
         if not len(wanted):  # chunks that end within their prompts
             return x_ND.new_empty(0, self.model.config.vocab_size)
         last_AD = self._with_idle_rows(self.model.norm(x_ND[wanted]))
-        return multiply(last_AD, self.model.head_weight_VD, dense=self._linear)[: len(wanted)]
+        return self.model.head.linear(last_AD, one_tiling=self._one_tiling)[: len(wanted)]
 
     def _with_idle_rows(self, rows: Tensor) -> Tensor:
         """Return rows with as many of zeros after them as the same bits need."""
@@ -178,4 +177,4 @@ class ModelRunner:
         return torch.cat([ops.swiglu(gate, up)[:, :width] for gate, up in pieces])
 
     def _project(self, x_ND: Tensor, linear: Linear) -> Tensor:
-        return multiply(x_ND, linear.weight, linear.bias, dense=self._linear)
+        return linear.matrix.linear(x_ND, one_tiling=self._one_tiling)

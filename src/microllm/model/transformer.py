@@ -16,6 +16,7 @@ from microllm.config import ModelConfig
 from microllm.errors import RequestError
 from microllm.model.rotary import Rotary
 from microllm.step.dense_cache import DenseCache
+from microllm.step.matrix import Matrix
 
 Angles = tuple[Tensor, Tensor]
 
@@ -27,6 +28,11 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(like.new_empty(num_out, num_in))
         self.bias = nn.Parameter(like.new_empty(num_out)) if bias else None
+
+    @property
+    def matrix(self) -> Matrix:
+        """Return weight and bias as a step takes them."""
+        return Matrix(self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x times the transposed weight, plus bias."""
@@ -146,6 +152,11 @@ class Transformer(nn.Module):
     def head_weight_VD(self) -> Tensor:
         """Return the matrix that gives logits: the head's own, or the embedding's where they are tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def head(self) -> Matrix:
+        """Return what gives logits, floats or codes."""
+        return Matrix(self.embed_tokens.weight) if self.lm_head is None else self.lm_head.matrix
 
     def new_cache(self, num_rows: int, capacity: int) -> DenseCache:
         """Return an empty cache of the model's own dtype, where the model is."""
