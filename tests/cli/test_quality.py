@@ -13,10 +13,16 @@ from microllm.cli import main
 from microllm.errors import ConfigError, EvidenceError
 from microllm.evidence.gates import Metrics
 from microllm.evidence.rows import QUALITY_FILE, read_rows
+from microllm.inference import LLM
+from microllm.inference.quantised import quantise_model
+from microllm.io.checkpoint import open_checkpoint
+from microllm.io.resolve import resolve_model
+from microllm.io.tokenizer import load_tokenizer
 from microllm.lab import quality
 from microllm.lab.quality import QualityConfig, parse_quality_row, quality_table, read_texts
 from microllm.lab.staircase import make_tables
 from microllm.lab.validate import ValidateConfig, VerifyConfig, validate, verify
+from microllm.model import load_model
 
 
 def metrics(agreement, perplexity_change=0.0):
@@ -49,9 +55,37 @@ def test_windows_count_by_their_tokens():
 
 
 def test_a_gate_that_sees_nothing_is_refused():
-    deaf = SimpleNamespace(logits=lambda ids: torch.eye(5)[: len(ids)])
+    def deaf(ids):
+        return torch.eye(5)[: len(ids)]
+
+    class Reference:
+        norm = SimpleNamespace(weight=torch.empty(0))
+
+        def __call__(self, ids_BT):
+            return torch.eye(5)[None, : ids_BT.shape[1]]
+
     with pytest.raises(EvidenceError, match="negative control"):
-        quality._prove_gate(lambda ids_BT: torch.eye(5)[None, : ids_BT.shape[1]], deaf, [1, 2, 3])
+        quality._prove_gate(Reference(), deaf, [1, 2, 3])
+
+
+@pytest.mark.parametrize("kind", [None, "int8", "int4", "fp8"])
+def test_the_engines_pass_is_judged_by_the_logits_of_its_own_steps(tiny, kind):
+    checkpoint = open_checkpoint(resolve_model(tiny))
+    model = load_model(checkpoint, dtype=torch.float32)
+    llm = LLM(model if kind is None else quantise_model(model, kind), load_tokenizer(resolve_model(tiny)))
+    ids = [(7 * i) % llm.config.vocab_size for i in range(40)]
+    want = llm.logits(ids)
+    for way in quality.WAYS:
+        torch.testing.assert_close(quality.forced_logits(llm, ids, way), want, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_profiles_are_judged_on_a_gpu(tiny):
+    rows = quality.measure_quality(QualityConfig(model=tiny, device="cuda", window=48, num_windows=2))
+    assert [(row.precision, row.way) for row in rows] == [
+        (kind, way) for kind in ("int8", "int4", "fp8") for way in quality.WAYS
+    ]
+    assert all(row.agreement > 0.5 for row in rows)
 
 
 def test_the_texts_are_small_and_say_where_they_come_from():
