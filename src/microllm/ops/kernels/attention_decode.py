@@ -34,28 +34,28 @@ from microllm.ops.kernels.attention_parts import (
     hand_in,
     join,
     keys_of,
-    plain,
-    row_of,
     splits_of,
     turned,
+    walk_early,
 )
 from microllm.ops.kernels.launch import Compiled, capped, overlapping, pdl, scratch, stream_of, zeros
-from microllm.ops.kernels.pages import MAX_D, alike, as_stored, attend, padded, takes_fp32, write
-from microllm.ops.target import target_of
+from microllm.ops.kernels.pages import MAX_D, alike, as_stored, padded, takes_fp32, walk, write
+from microllm.ops.target import MUCH_SHARED_BYTES, target_of
 from microllm.ops.tuned import device_name, tuned
 
 MAX_ROWS = 1024
 """Most rows of a call: each program counts the splits of all of them."""
 TILE = 16
 """Query rows of a tile: what the smallest matrix instruction takes."""
-LEAST_SPLIT = 64
-"""Keys of the smallest split, where the load decides."""
 NUM_PROGRAMS = 528
 """Most programs of a launch: four for each of the 132 multiprocessors of an H200."""
 NUM_ROOMY, MAX_REGISTERS = 264, 168
 """Programs up to which each may have all the registers it wants; beyond, so many a thread, that three fit in one place.
 
 It spills four of them, and took 32 rows of the 0.5B's heads from 13.6 to 8.9 us, 64 rows from 22 to 19 (H200).
+"""
+NUM_STREAMING = {64: 264, 128: 132}
+"""Programs of a launch whose splits follow the load, by width of a head: as many as have their blocks in shared memory.
 """
 
 
@@ -68,7 +68,7 @@ def attention_decode_kernel(
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, S: tl.constexpr, SPLIT: tl.constexpr,
     SCALE: tl.constexpr, EPS: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr, BLOCK_A: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, Q: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Take turns at all splits of all rows; grid (any number of programs,). ``done`` is 0 before and after.
 
@@ -81,7 +81,7 @@ def attention_decode_kernel(
     dtype: tl.constexpr = tl.float32 if FP32 else q_ptr.dtype.element_ty
     rows, new, d = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)[None, :]
     lanes, num_rows = (T * R + 15) // 16 * G, tl.minimum(T * R, 16)
-    span, lengths, counts = splits_of(positions_ptr, positions_stride, A, T, lanes, SPLIT, BLOCK_A, BLOCK_T)
+    span, lengths, counts = splits_of(positions_ptr, positions_stride, A, T, lanes, SPLIT, BLOCK_A, BLOCK_T, BLOCK_K)
     ends = tl.cumsum(counts, 0)
     num_items = tl.sum(counts, 0) * lanes
     item = tl.program_id(0)
@@ -98,7 +98,9 @@ def attention_decode_kernel(
         mine = (position >= begin) & (position < end)
         page_row, out = table_ptr + a * table_stride, out_ptr + a * out_row
         k_own, v_own = k_pages + g * group_stride, v_pages + g * group_stride
-        k_raw, v_raw = keys_of(k_own, v_own, page_row, begin, end, page_stride, slot_stride, S, D, BLOCK_D, BLOCK_K)
+        k_raw, v_raw, k_new, v_new = None, None, None, None
+        if STAGES == 1:
+            k_raw, v_raw = keys_of(k_own, v_own, page_row, begin, end, page_stride, slot_stride, S, D, BLOCK_D, BLOCK_K)
         q_cos, q_sin = angles_of(cos_ptr, sin_ptr, angle_stride, last, t < T, C, P, BLOCK_D)
         q_gain, q_other = gain_of(q_weight, D, P, BLOCK_D)
         if P > 0:
@@ -117,26 +119,21 @@ def attention_decode_kernel(
             k_new = turned(k_ptr, at, mine, k_cos, k_sin, k_gain, k_other, k_weight is not None, EPS, D, P, BLOCK_D)
             k_new = as_kept(k_new, k_pages, FORMAT)
             v_new = as_kept(tl.load(v_ptr + at[:, None] + d, mask=there, other=0.0), v_pages, FORMAT)
-            tl.store(k_own + slot, k_new, mask=there & (lane < G))
-            tl.store(v_own + slot, v_new, mask=there & (lane < G))
-        best = tl.full([16], float("-inf"), tl.float32)
-        total = tl.zeros([16], tl.float32)
-        context = tl.zeros([16, BLOCK_D], tl.float32)
-        for start in range(begin, end, BLOCK_K):
-            k, v = plain(k_raw, FORMAT, dtype), plain(v_raw, FORMAT, dtype)
-            if SPLIT != BLOCK_K:
-                k_raw, v_raw = keys_of(
-                    k_own, v_own, page_row, start + BLOCK_K, end, page_stride, slot_stride, S, D, BLOCK_D, BLOCK_K
-                )
-            key = start + tl.arange(0, BLOCK_K)
-            if P > 0:
-                for i in range(1 if BLOCK_T == 1 else T):
-                    here = key == tl.load(positions_ptr + a * positions_stride + i).to(tl.int32)
-                    k = tl.where(here[:, None], plain(row_of(k_new, i, BLOCK_T), FORMAT, dtype), k)
-                    v = tl.where(here[:, None], plain(row_of(v_new, i, BLOCK_T), FORMAT, dtype), v)
-            best, total, context = attend(
-                q, k, v, start, end, last, scores_ptr, ((a * G * R + h) * T + t) * scores_head, best, total, context,
-                SCALE, BLOCK_K,
+            there &= (lane < G) | (STAGES > 1)  # each that reads them, all the same
+            tl.store(k_own + slot, k_new, mask=there)
+            tl.store(v_own + slot, v_new, mask=there)
+        scores_at = ((a * G * R + h) * T + t) * scores_head
+        if STAGES > 1:
+            tl.debug_barrier()  # what was stored here is read here
+            best, total, context = walk(
+                q, k_own, v_own, scores_ptr, page_row, scores_at, last, begin, end, page_stride, slot_stride, S, D,
+                SCALE, FORMAT, 16, BLOCK_D, BLOCK_K, STAGES,
+            )  # fmt: skip
+        else:
+            best, total, context = walk_early(
+                q, k_raw, v_raw, k_new, v_new, k_own, v_own, page_row, positions_ptr + a * positions_stride, begin,
+                end, T, last, scores_ptr, scores_at, page_stride, slot_stride, S, D, P, SCALE, FORMAT, BLOCK_T,
+                BLOCK_D, BLOCK_K, SPLIT == BLOCK_K,
             )  # fmt: skip
         if num_splits == 1:
             write(out, t * out_token + h * out_head, t < T, context, total, D, BLOCK_D)
@@ -212,14 +209,15 @@ def _launch(
     target = target_of(q.device)
     (k_pages, form), (v_pages, _) = (as_stored(pages, target) for pages in (k_pages, v_pages))
     fp32, overlap, stream = takes_fp32(q, k_pages), pdl(q.device), stream_of(q)
-    sizes = blocks(D, split, T * H // G, fp32=fp32, fp8=k_pages.dtype.itemsize == 1)
+    much = target.shared_bytes >= MUCH_SHARED_BYTES
+    sizes = blocks(D, split, T * H // G, fp32=fp32, fp8=k_pages.dtype.itemsize == 1, much=much)
     lanes, max_keys = A * G * triton.cdiv(T * H // G, TILE), page_table.shape[1] * S
-    max_splits = max(1, triton.cdiv(max_keys, split or LEAST_SPLIT))
+    max_splits = max(1, triton.cdiv(max_keys, split or sizes["BLOCK_K"]))
     part_rows = triton.next_power_of_2(lanes * max_splits * min(TILE, T * H // G)) if max_splits > 1 else 1
     parts = scratch(q.device, stream, "attention_decode", part_rows * sizes["BLOCK_D"])
     sums = scratch(q.device, stream, "attention_decode_sums", part_rows * 2)
     done = zeros(q.device, stream, triton.next_power_of_2(lanes))
-    num_programs = min(lanes * max_splits, NUM_PROGRAMS)
+    num_programs = min(lanes * max_splits, NUM_PROGRAMS if split else NUM_STREAMING.get(sizes["BLOCK_D"], 264))
     attention_decode_kernel[(num_programs,)](
         q, k, v, cos, sin, k_pages, v_pages, page_table, positions, q_weight, k_weight, context, scores, parts, sums,
         done, A, T, 0 if cos is None else cos.shape[0], max_splits, *q.stride()[:3],
@@ -233,13 +231,18 @@ def _launch(
     return context
 
 
-def blocks(D: int, split: int, num_rows: int, *, fp32: bool, fp8: bool) -> dict[str, int]:
-    """Return the blocks of a launch; of them BLOCK_K, by head, split and dtypes alone, decides a query's bits."""
+def blocks(D: int, split: int, num_rows: int, *, fp32: bool, fp8: bool, much: bool) -> dict[str, int]:
+    """Return the blocks of a launch; of them BLOCK_K, by head, split, dtypes and target alone, decides a query's bits.
+
+    ``much``: there is shared memory for three large blocks of keys on their way.
+    """
     width, Q = padded(D), min(TILE, triton.next_power_of_2(num_rows))
     keys = 32 if fp32 or fp8 or width > 128 else 64
+    if split == 0 and much and not fp32 and width <= 128:
+        keys = 128
     return {
         "BLOCK_D": width, "BLOCK_K": min(keys, padded(split)) if split else keys, "Q": Q,
-        "AHEAD": max(2, min(16, 4096 // (Q * width))),
+        "AHEAD": max(2, min(8, 2048 // (Q * width))), "STAGES": 1 if split else 3 if much else 2,
     }  # fmt: skip
 
 
@@ -250,15 +253,15 @@ def most_registers(num_programs: int, sizes: dict[str, int]) -> int:
 
 def num_warps(sizes: dict[str, int]) -> int:
     """Return how many warps hold a block of keys without spilling."""
-    return 8 if sizes["BLOCK_K"] * sizes["BLOCK_D"] > 4096 else 4
+    return 8 if sizes["BLOCK_K"] * sizes["BLOCK_D"] > (4096 if sizes["STAGES"] == 1 else 8192) else 4
 
 
 def _case(
     G: int, R: int, D: int, rows: int, queries: int, dtypes: tuple[str, str], form: int = 0, *, step: bool = False,
-    normed: bool = False, split: int = 64,
+    normed: bool = False, split: int = 64, much: bool = False,
 ) -> Compiled:  # fmt: skip
     q, pages = dtypes
-    fp32, sizes = q == "*fp32", blocks(D, split, R * queries, fp32=q == "*fp32", fp8="8" in pages)
+    fp32, sizes = q == "*fp32", blocks(D, split, R * queries, fp32=q == "*fp32", fp8="8" in pages, much=much)
     pointers = {"q_ptr": q, "out_ptr": q, "k_pages": pages, "v_pages": pages, "table_ptr": "*i32"}
     pointers |= {"positions_ptr": "*i64", "done_ptr": "*i32", "parts_ptr": "*fp32", "sums_ptr": "*fp32"}
     pointers |= {"k_ptr": q, "v_ptr": q, "cos_ptr": "*fp32", "sin_ptr": "*fp32"} if step else {}
@@ -271,7 +274,7 @@ def _case(
     fixed = dict.fromkeys((name for name in optional if name not in pointers), None)
     fixed |= {"G": G, "R": R, "D": D, "P": D // 2 if step else 0, "S": 16, "SPLIT": split, "SCALE": D**-0.5}
     fixed |= {"EPS": 1e-6, "FORMAT": form, "FP32": fp32, "BLOCK_A": rows, "BLOCK_T": queries, "PDL": True, **sizes}
-    uses = ("pdl", "fp8") if "fp8" in pages else ("pdl",)
+    uses = ("pdl", *(("fp8",) if "fp8" in pages else ()), *(("much shared memory",) if much else ()))
     return Compiled(attention_decode_kernel, pointers | numbers, fixed, num_warps(sizes), 1, uses)
 
 
@@ -283,7 +286,12 @@ COMPILED = (
     _case(2, 7, 64, 1, 1, BF16, step=True), _case(8, 2, 128, 64, 1, BF16, step=True, normed=True),
     _case(2, 6, 128, 1, 8, BF16, step=True), _case(3, 3, 64, 256, 1, BF16, step=True),
     _case(8, 2, 128, 8, 1, ("*bf16", "*u8"), 1, step=True, normed=True),
-    _case(2, 7, 64, 8, 1, BF16, step=True, split=0), _case(8, 2, 128, 8, 1, BF16, step=True, normed=True, split=0),
-    _case(2, 6, 128, 8, 1, BF16, step=True, split=0), _case(8, 2, 128, 8, 1, BF16, split=0),
-    _case(2, 7, 64, 64, 1, BF16, step=True, split=0)._replace(max_registers=MAX_REGISTERS, may_spill=16),
+    *(
+        _case(*heads, 8, 1, BF16, step=True, normed=heads[1] == 2, split=0, much=much)
+        for heads in ((2, 7, 64), (8, 2, 128), (2, 6, 128)) for much in (True, False)
+    ),
+    _case(8, 2, 128, 8, 1, BF16, split=0, much=True), _case(3, 3, 64, 8, 1, FP32, split=0),
+    _case(8, 2, 128, 8, 1, ("*bf16", "*u8"), 1, step=True, split=0, much=True),
+    _case(2, 6, 128, 8, 4, BF16, step=True, split=0, much=True),
+    _case(2, 7, 64, 64, 1, BF16, step=True)._replace(max_registers=MAX_REGISTERS, may_spill=16),
 )  # fmt: skip

@@ -11,15 +11,16 @@ import triton
 import triton.language as tl
 
 from microllm.ops.kernels.fp8 import decode_e4m3, encode_e4m3
+from microllm.ops.kernels.pages import attend
 
 
 @triton.jit
 def splits_of(positions_ptr, positions_stride, A, T, lanes, SPLIT: tl.constexpr, BLOCK_A: tl.constexpr,
-              BLOCK_T: tl.constexpr):  # fmt: skip
+              BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Return the keys of a split, each row's length and how many splits it has.
 
-    A row has one at least, which writes an idle row's zeros. SPLIT 0: as many keys as give each program of the launch
-    one split, in multiples of 64.
+    A row has one at least, which writes an idle row's zeros. SPLIT 0: as many blocks of keys as give each program of
+    the launch one split.
     """
     a, t = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_T)
     at = a.to(tl.int64)[:, None] * positions_stride + t[None, :]
@@ -29,7 +30,7 @@ def splits_of(positions_ptr, positions_stride, A, T, lanes, SPLIT: tl.constexpr,
         span = SPLIT
     else:
         share = (tl.sum(lengths, 0) * lanes + tl.num_programs(0) - 1) // tl.num_programs(0)
-        span = tl.maximum((share + 63) // 64, 1) * 64
+        span = tl.maximum((share + BLOCK_K - 1) // BLOCK_K, 1) * BLOCK_K
     return span, lengths, tl.where(a < A, tl.maximum((lengths + span - 1) // span, 1), 0)
 
 
@@ -63,6 +64,37 @@ def join(parts, sums, num_splits, num_rows, there, Q: tl.constexpr, BLOCK_D: tl.
             total += found[i][1] * weight
             context += found[i][2] * weight[:, None]
     return total, context
+
+
+@triton.jit
+def walk_early(
+    q, k_raw, v_raw, k_new, v_new, k_own, v_own, page_row, positions, begin, end, T, last, scores_ptr,
+    scores_at, page_stride, slot_stride, S: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SCALE: tl.constexpr,
+    FORMAT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Return maximum, sum and context over the keys from ``begin`` on, whose first block is in registers already.
+
+    New tokens are put in their places there. ONE: there is one block.
+    """
+    best = tl.full([16], float("-inf"), tl.float32)
+    total = tl.zeros([16], tl.float32)
+    context = tl.zeros([16, BLOCK_D], tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        k, v = plain(k_raw, FORMAT, q.dtype), plain(v_raw, FORMAT, q.dtype)
+        if not ONE:
+            k_raw, v_raw = keys_of(
+                k_own, v_own, page_row, start + BLOCK_K, end, page_stride, slot_stride, S, D, BLOCK_D, BLOCK_K
+            )
+        key = start + tl.arange(0, BLOCK_K)
+        if P > 0:
+            for i in range(1 if BLOCK_T == 1 else T):
+                here = key == tl.load(positions + i).to(tl.int32)
+                k = tl.where(here[:, None], plain(row_of(k_new, i, BLOCK_T), FORMAT, q.dtype), k)
+                v = tl.where(here[:, None], plain(row_of(v_new, i, BLOCK_T), FORMAT, q.dtype), v)
+        best, total, context = attend(
+            q, k, v, start, end, last, scores_ptr, scores_at, best, total, context, SCALE, BLOCK_K
+        )
+    return best, total, context
 
 
 @triton.jit
@@ -158,7 +190,10 @@ def plain(raw, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Return what stored bytes stand for."""
     if FORMAT > 0:
         raw = decode_e4m3(raw, FORMAT == 2)
-    return raw.to(tl.float32).to(dtype)
+    if raw.dtype == dtype:
+        return raw
+    else:
+        return raw.to(tl.float32).to(dtype)
 
 
 @triton.jit

@@ -45,7 +45,7 @@ def attention_prefill_kernel(
     _, total, context = walk(
         q, k_ptr + g * group_stride, v_ptr + g * group_stride, scores_ptr, table_ptr + a * table_stride,
         ((a * G * R + h) * T + t) * scores_head, last, 0, tl.max(last, 0) + 1,
-        page_stride, slot_stride, S, D, SCALE, FORMAT, BLOCK_M, BLOCK_D, BLOCK_K,
+        page_stride, slot_stride, S, D, SCALE, FORMAT, BLOCK_M, BLOCK_D, BLOCK_K, 2,
     )  # fmt: skip
     write(out_ptr + a * out_row, t * out_token + h * out_head, there, context, total, D, BLOCK_D)
 

@@ -29,7 +29,10 @@ def read_pages(pointers, ok, FORMAT: tl.constexpr, dtype: tl.constexpr):
         found = decode_e4m3(found, False)
     elif FORMAT == 2:
         found = decode_e4m3(found, True)
-    return found.to(tl.float32).to(dtype)
+    if found.dtype == dtype:
+        return found
+    else:
+        return found.to(tl.float32).to(dtype)
 
 
 @triton.jit
@@ -63,18 +66,19 @@ def attend(q, k, v, start, end, last, scores_ptr, scores_at, best, total, contex
 def walk(
     q, k_ptr, v_ptr, scores_ptr, table_row, scores_at, last, first, end, page_stride, slot_stride,
     S: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, FORMAT: tl.constexpr,
-    M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return the maximum, sum and context of M query rows over the keys from ``first`` up to ``end``, unrounded.
 
-    Keys come in blocks, counted from ``first``; a block of which a row sees nothing changes no bit of the row.
+    Keys come in blocks, counted from ``first``; a block of which a row sees nothing changes no bit of the row. STAGES
+    above 1: that many blocks are on their way through shared memory.
     ``last``: the last position that a row sees. ``scores_at``: where its scores go, for which scores_ptr may be None.
     """
     d = tl.arange(0, BLOCK_D)
     best = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     context = tl.zeros([M, BLOCK_D], tl.float32)
-    for start in range(first, end, BLOCK_K):
+    for start in tl.range(first, end, BLOCK_K, num_stages=STAGES):
         key = start + tl.arange(0, BLOCK_K)
         stored = key < end
         page = tl.load(table_row + key // S, mask=stored, other=0).to(tl.int64)

@@ -162,7 +162,9 @@ def cut_kernel(
         key, above, _ = _bisect(logits_ptr, row, stride, warm, heat, top, limit, first, high, V, BLOCK, False)
         fit = tl.ceil(tl.minimum((limit - above) / tl.exp(_score(key) - top), V)).to(tl.int32)
         keep = tl.where(key == first, tl.minimum(keep, fit), fit)
-    end = _end_of_ties(logits_ptr, row, stride, warm, heat, key, keep, V, BLOCK)
+    end = tl.full([ROWS, 1], V, tl.int32)
+    if tl.max(tl.max((cut_k | cut_p).to(tl.int32), 1), 0) > 0:
+        end = _end_of_ties(logits_ptr, row, stride, warm, heat, key, keep, V, BLOCK)
     tl.store(top_ptr + a, top, mask=ok)
     tl.store(key_ptr + a, key, mask=ok)
     tl.store(end_ptr + a, end, mask=ok)
