@@ -135,6 +135,7 @@ def _compiled() -> tuple[Compiled, ...]:
         case(Matrix("linear_fp8", N, K, BF16, "e4m3fnuz"), 8, "scale", w="*u8"),
         case(Matrix("linear_int8", 896, 4864, BF16, "int8"), 1, "scale", w="*i8"),
         case(Matrix("linear_int8", 151936, K, BF16, "int8"), 1, "scale", w="*i8"),
+        *(case(Matrix("linear_int8", 151936, K, BF16, "int8"), M, "scale", w="*i8", group=64) for M in (1, 8)),
         *_folded(),
     )
 
