@@ -79,6 +79,7 @@ def test_engines_give_the_tokens_of_the_floats_that_codes_stand_for(llm, prompts
 def test_memory_counts_codes_scales_and_a_table_beside_its_head(llm, kind):
     model = quantised(llm, kind)
     memory, config = Engine(model, EngineConfig(max_rows=1)).memory(), model.config
+    assert not any(module.training for module in model.transformer.modules())
     table = config.vocab_size * config.hidden_size
     shapes = [shape for shape in config.parameter_shapes().values() if len(shape) == 2]
     layers = sum(shape[0] * shape[1] for shape in shapes) - table

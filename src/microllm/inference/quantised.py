@@ -93,7 +93,7 @@ def quantise_model(model: Transformer, kind: Quantisation) -> Transformer:
     group = 0 if model.config.hidden_size % HEAD_GROUP else HEAD_GROUP
     head = quantise(model.head_weight_VD, "int8" if kind == "int4" else kind, group)
     model.lm_head = cast("Linear", QuantisedLinear(head, None))
-    return model
+    return model.train(model.training)
 
 
 def quantisation_of(model: Transformer) -> Quantisation | None:

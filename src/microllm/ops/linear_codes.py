@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from microllm.ops.contract import (
-    TRITON,
     Arg,
     Contract,
     Out,
@@ -33,7 +32,16 @@ from microllm.ops.contract import (
     rounded,
 )
 from microllm.ops.linear import MODE_B
-from microllm.ops.linear_quantised import linear_fp8, linear_int4, linear_int8
+from microllm.ops.linear_quantised import (
+    LEVELS,
+    int4_suits,
+    int4_vendor,
+    int8_suits,
+    int8_vendor,
+    linear_fp8,
+    linear_int4,
+    linear_int8,
+)
 from microllm.ops.operator import Operator
 from microllm.ops.quantise import FP8, MINIMUM, SCALE, scaled, unpacked
 from microllm.ops.rms_norm import EPS, norm_reference
@@ -139,6 +147,37 @@ def _swiglu_reference(
     return swiglu_reference(gate, up).to(x.dtype)
 
 
+def _packed_product(x: Tensor, codes: Tensor, scale: Tensor, minimum: Out, bias: Out) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    y = int8_vendor(rows, codes, scale, bias) if minimum is None else int4_vendor(rows, codes, scale, minimum, bias)
+    return y.view(*x.shape[:-1], codes.shape[0])
+
+
+def _packed_suits(x: Tensor, codes: Tensor, scale: Tensor, minimum: Out) -> tuple[bool, str]:
+    rows = x.reshape(-1, x.shape[-1])
+    if codes.dtype == torch.int8 and minimum is None:
+        return int8_suits(rows, codes, scale, None)
+    if codes.dtype == torch.uint8 and minimum is not None:
+        return int4_suits(rows, codes, scale, minimum, None)
+    return False, "torch packs int8 without minima, and int4 with them"
+
+
+def _norm_vendor(x: Tensor, g: Out, codes: Tensor, scale: Tensor, minimum: Out, bias: Out, eps: float) -> Tensor:
+    return _packed_product(x if g is None else norm_reference(x, g, eps), codes, scale, minimum, bias)
+
+
+def _norm_suits(x: Tensor, g: Out, *rest: Any) -> tuple[bool, str]:
+    return _packed_suits(x, *rest[:3])
+
+
+def _residual_vendor(x: Tensor, codes: Tensor, scale: Tensor, minimum: Out, residual: Tensor, bias: Out) -> Tensor:
+    return residual + _packed_product(x, codes, scale, minimum, bias)
+
+
+def _swiglu_vendor(x: Tensor, *rest: Any) -> Tensor:
+    return swiglu_reference(*_norm_vendor(x, *rest).chunk(2, dim=-1))
+
+
 def _draw_codes(shape: tuple[int, ...], sizes: Sizes, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Draw codes of the format that the sizes tell: half as many as columns are int4, E of fp8's formats, else int8."""
     if 2 * shape[1] == sizes["K"]:
@@ -192,21 +231,24 @@ _NORM = Arg("norm_weight", "K", near_one)
 _CODES = Arg("codes", "NJ", _draw_codes, (torch.int8, torch.uint8, *FP8))
 _SCALE, _MINIMUM = replace(SCALE, draw=_draw_scale), replace(MINIMUM, draw=_draw_minimum, optional=True)
 _SIZES = cases(
-    "...7 K128 J64 N34 U2", "...65 K192 J96 N48 U6", "... K32 J16 N1 U1", "...7 K65 J65 N33 U1", "... K1 J1 N1 U1",
-    "...0 K8 J8 N4 U1", "...5,3 K192 J192 N40 U3", "...3 K96 J96 N7 U1 E0", "...3 K96 J96 N7 U3 E1",
+    "...7 K64 J32 N18 U2", "...17 K192 J96 N33 U3", "... K32 J16 N1 U1", "...7 K65 J65 N33 U1", "... K1 J1 N1 U1",
+    "...0 K8 J8 N4 U1", "...2,3 K96 J96 N34 U3", "...3 K96 J96 N7 U1 E0", "...3 K96 J96 N7 U3 E1",
+    "...2 K64 J64 N32 U1", "...2 K128 J64 N32 U2",
 )  # fmt: skip
 _TOLERANCE = rounded(2e-5, 2e-5, times=3, wide=3e-2)
 
 NORM_LINEAR_CODES = Operator(Contract(
     name="norm_linear_codes", args=(_X, _NORM, _CODES, _SCALE, _MINIMUM, _BIAS), results=_Y, scalars={"eps": 1e-5},
-    rules=(EPS, *_rules(2)), reference=_norm_reference, levels=TRITON, invariant=("triton",), mode_b=MODE_B,
+    rules=(EPS, *_rules(2)), reference=_norm_reference, vendor=_norm_vendor, vendor_suits=_norm_suits,
+    levels=LEVELS, invariant=("triton",), mode_b=MODE_B,
     sink=("normed",), sizes=_SIZES, forward=_TOLERANCE, num_flops=lambda s: 2 * numel(s, "...N") * s["K"],
     traffic=lambda s, i: _weight_bytes(s, s["N"], i) + _rows_bytes(s, s["K"] + s["N"], i) + i * s["K"],
 ))  # fmt: skip
 
 LINEAR_RESIDUAL_CODES = Operator(Contract(
     name="linear_residual_codes", args=(_X, _CODES, _SCALE, _MINIMUM, Arg("residual", "...N"), _BIAS), results=_Y,
-    rules=_rules(1), reference=_residual_reference, levels=TRITON, invariant=("triton",), mode_b=MODE_B,
+    rules=_rules(1), reference=_residual_reference, vendor=_residual_vendor,
+    vendor_suits=lambda *v: _packed_suits(*v[:4]), levels=LEVELS, invariant=("triton",), mode_b=MODE_B,
     sink=("projected",), sizes=_SIZES, forward=_TOLERANCE, num_flops=lambda s: 2 * numel(s, "...N") * s["K"],
     traffic=lambda s, i: _weight_bytes(s, s["N"], i) + _rows_bytes(s, s["K"] + 2 * s["N"], i),
 ))  # fmt: skip
@@ -217,7 +259,8 @@ NORM_LINEAR_SWIGLU_CODES = Operator(Contract(
         replace(_MINIMUM, axes="2F U"), Arg("bias", "2F", optional=True),
     ),
     results=(Arg("y", "...F"),), scalars={"eps": 1e-5}, rules=(EPS, *_rules(2)), reference=_swiglu_reference,
-    levels=TRITON, invariant=("triton",), mode_b=MODE_B, sink=("normed", "gate", "up"), forward=_TOLERANCE,
+    vendor=_swiglu_vendor, vendor_suits=_norm_suits, levels=LEVELS, invariant=("triton",), mode_b=MODE_B,
+    sink=("normed", "gate", "up"), forward=_TOLERANCE,
     sizes=tuple({"F": s["N"], **s} for s in _SIZES), num_flops=lambda s: 4 * numel(s, "...F") * s["K"],
     traffic=lambda s, i: _weight_bytes(s, 2 * s["F"], i) + _rows_bytes(s, s["K"] + s["F"], i) + i * s["K"],
 ))  # fmt: skip

@@ -64,12 +64,14 @@ def _int4_reference(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bi
     return functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
 
 
-def _int8_vendor(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def int8_vendor(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by torch's packed int8 product."""
     y = torch.ops.aten._weight_int8pack_mm(x, codes, scale[:, 0])
     return y if bias is None else y + bias
 
 
-def _int8_suits(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> tuple[bool, str]:
+def int8_suits(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> tuple[bool, str]:
+    """Say whether that takes a call."""
     if x.dtype != torch.bfloat16 or scale.dtype != x.dtype:
         return False, "torch's packed int8 product is fast with x and scale in bf16 only"
     suits = scale.shape[1] == 1 and x.shape[1] % 32 == 0 and x.is_contiguous()  # other K read past the end
@@ -80,7 +82,8 @@ _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Codes -> what they were packed from, torch's packing, its scales and zeros: a second copy, dropped with the codes."""
 
 
-def _int4_vendor(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None) -> Tensor:
+def int4_vendor(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by torch's packed int4 product, packing codes at the first call."""
     stamp = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in (codes, scale, minimum)]
     if codes not in _packed or _packed[codes][0] != stamp:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpacked(codes).int(), 1)
@@ -90,7 +93,8 @@ def _int4_vendor(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bias:
     return y if bias is None else y + bias
 
 
-def _int4_suits(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None) -> tuple[bool, str]:
+def int4_suits(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor | None) -> tuple[bool, str]:
+    """Say whether that takes a call."""
     if x.dtype != torch.bfloat16 or scale.dtype != x.dtype or minimum.dtype != x.dtype:
         return False, "torch's packed int4 product is fast with x, scale and minimum in bf16 only"
     if codes.shape[0] % 16 or x.shape[1] // scale.shape[1] not in (32, 64, 128) or not x.is_contiguous():
@@ -98,7 +102,7 @@ def _int4_suits(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bias: 
     return True, "torch's packed int4 product, weights packed at the first call"
 
 
-_LEVELS = {**VENDOR_ON_CPU, "cuda": ("triton", "reference")}
+LEVELS = {**VENDOR_ON_CPU, "cuda": ("triton", "reference")}
 _TOLERANCE = rounded(2e-5, 2e-5, times=2, wide=2e-2)
 _INT8_SCALE, _FP8_SCALE = replace(SCALE, draw=between(1e-3, 2e-3)), replace(SCALE, draw=between(0.05, 0.1))
 _X, _BIAS, _Y = Arg("x", "MK"), Arg("bias", "N", optional=True), (Arg("y", "MN"),)
@@ -112,7 +116,7 @@ _SIZES = cases("M7 K128 N33 U4", "M1 K1 N1 U1", "M65 K192 N48 U3", "M0 K8 N4 U1"
 
 LINEAR_INT8 = Operator(Contract(
     name="linear_int8", args=(_X, INT8, _INT8_SCALE, _BIAS), results=_Y, rules=scale_rules(1), reference=_reference,
-    vendor=_int8_vendor, vendor_suits=_int8_suits, levels=_LEVELS, invariant=("triton",), mode_b=MODE_B, sizes=_SIZES,
+    vendor=int8_vendor, vendor_suits=int8_suits, levels=LEVELS, invariant=("triton",), mode_b=MODE_B, sizes=_SIZES,
     forward=_TOLERANCE, num_flops=_flops,
 ))  # fmt: skip
 LINEAR_FP8 = Operator(Contract(
@@ -122,8 +126,8 @@ LINEAR_FP8 = Operator(Contract(
 ))  # fmt: skip
 LINEAR_INT4 = Operator(Contract(
     name="linear_int4", args=(Arg("x", "M 2J"), INT4, SCALE, MINIMUM, _BIAS), results=_Y,
-    rules=scale_rules(1, packed=2, block=32), reference=_int4_reference, vendor=_int4_vendor,
-    vendor_suits=_int4_suits, levels=_LEVELS, invariant=("triton",), mode_b=MODE_B,
+    rules=scale_rules(1, packed=2, block=32), reference=_int4_reference, vendor=int4_vendor,
+    vendor_suits=int4_suits, levels=LEVELS, invariant=("triton",), mode_b=MODE_B,
     sizes=cases("M7 J64 N32 U4", "M1 J16 N1 U1", "M65 J128 N48 U2"),
     forward=_TOLERANCE, num_flops=_flops,
 ))  # fmt: skip
