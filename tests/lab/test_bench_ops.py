@@ -16,13 +16,21 @@ from microllm.lab.bench_ops import MODELS, OpsConfig, cases_of, measure_ops, sho
 from microllm.lab.bench_ops_peers import WRITTEN, peer
 from microllm.lab.roofline import Limits
 
+CODED = ("norm_linear_codes", "linear_residual_codes", "norm_linear_swiglu_codes")
 SHORT = short(OpsConfig())
 LIMITS = Limits(tflops={"bf16": 700.0}, read_gb_s=4000.0, copy_gb_s=4200.0)
 
 
 def test_every_case_has_a_row_with_a_figure_and_a_peer(tmp_path):
     """One operator of each kind: a norm, a linear, a quantised one, attention, a loss with gradients."""
-    names = ("rms_norm", "norm_linear_swiglu", "linear_int4", "attention_decode", "linear_cross_entropy_gradients")
+    names = (
+        "rms_norm",
+        "norm_linear_swiglu",
+        "linear_int4",
+        "norm_linear_swiglu_codes",
+        "attention_decode",
+        "linear_cross_entropy_gradients",
+    )
     config = replace(SHORT, op=names, decode_rows=(2,), out=tmp_path / "ops.jsonl")
     rows = measure_ops(config)
     assert [row.workload.split()[0] for row in rows] == [case.op for case in cases_of(config)]
@@ -57,7 +65,7 @@ def test_every_case_makes_a_valid_call():
         row.check(list(row.example(case.sizes).values()))
 
 
-@pytest.mark.parametrize("op", sorted(set(WRITTEN) - {"linear_cross_entropy_gradients"}))
+@pytest.mark.parametrize("op", sorted({*WRITTEN, *CODED} - {"linear_cross_entropy_gradients"}))
 def test_a_peer_computes_what_the_operator_does(op):
     case = next(case for case in cases_of(SHORT) if case.op == op)
     row = ops.CONTRACTS[op]

@@ -115,6 +115,11 @@ def _decode_sizes(m: ModelConfig, rows: int) -> Iterator[tuple[str, str, Sizes]]
         yield "linear_int8", part, {"M": rows, "K": D, "N": N, "U": 1}
         yield "linear_fp8", part, {"M": rows, "K": D, "N": N, "U": 1}
         yield "linear_int4", part, {"M": rows, "J": D // 2, "N": N, "U": D // 64}
+    for bits, columns in ((8, 0), (4, 32)):
+        wide, long = ({"K": K, "J": K * bits // 8, "U": K // columns if columns else 1, **lead} for K in (D, F))
+        yield "norm_linear_codes", f"qkv int{bits}", {**wide, "N": q + 2 * kv}
+        yield "norm_linear_swiglu_codes", f"gate up int{bits}", {**wide, "F": F}
+        yield "linear_residual_codes", f"down int{bits}", {**long, "N": D}
     yield "lm_head_argmax", "", {"A": rows, "V": V, "D": D}
     yield "argmax", "", {"A": rows, "V": V}
     yield "sample", "", {"A": rows, "V": V}

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from microllm import ops
 from microllm.evidence.timing import Action
+from microllm.ops.linear_codes import dequantised
 
 
 def _norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
@@ -70,6 +71,10 @@ def _compiled(op: str) -> Callable[..., Any]:
 
 def peer(op: str, values: Sequence[Any], *, compiled: bool) -> Action:
     """Return a call of torch's own form with the operands of a call of ours."""
+    if op.endswith("_codes"):
+        at = next(i for i, v in enumerate(values) if isinstance(v, Tensor) and v.element_size() == 1)
+        w = dequantised(*values[at : at + 3]).to(values[0].dtype)
+        return peer(op.removesuffix("_codes"), [*values[:at], w, *values[at + 3 :]], compiled=compiled)
     function = _compiled(op) if compiled else WRITTEN.get(op, ops.CONTRACTS[op].reference)
     if op in ("linear_int8", "linear_fp8", "linear_int4"):
         x, *coded, bias = values
