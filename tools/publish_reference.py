@@ -1,6 +1,6 @@
 """Publish a finished run: bf16 weights in shards, what was measured, samples and a card, as a Hugging Face directory.
 
-    python tools/publish_reference.py weights --run RUN --sources sources.json --output release/model_s
+    python tools/publish_reference.py weights --run RUN --sources sources.json --output release/model_s [--note TEXT]
     python tools/publish_reference.py card --directory release/model_s --docs docs/training.md
 
 ``weights`` takes the run's newest whole checkpoint, without the optimizer's state, and needs neither network nor GPU.
@@ -44,8 +44,8 @@ DRAWN = SamplingParams(max_tokens=96, temperature=0.8, seed=0)
 BLOCK = re.compile(r"(<!-- reference run -->\n).*?(<!-- /reference run -->)", re.DOTALL)
 
 
-def write_weights(run: Path, sources: Path, output: Path) -> None:
-    """Write the newest checkpoint of ``run`` in bf16, its metrics, and where its text comes from."""
+def write_weights(run: Path, sources: Path, output: Path, note: str = "") -> None:
+    """Write the newest checkpoint of ``run`` in bf16, its metrics, where its text comes from, and a note on the run."""
     complete, _ = latest_checkpoint(run / "checkpoints")
     if complete is None:
         raise DataError(f"got {run} without a whole checkpoint; need one")
@@ -60,7 +60,7 @@ def write_weights(run: Path, sources: Path, output: Path) -> None:
     record = {key: complete.record[key] for key in ("step", "precision", "num_ranks", "versions", "device", "data")}
     config = {key: value for key, value in complete.record["config"].items() if key not in ("data", "output")}
     parameters = sum(p.numel() for p in model.parameters())
-    _write_json(output / "run.json", record | {"num_parameters": parameters, "config": config})
+    _write_json(output / "run.json", record | {"num_parameters": parameters, "note": note, "config": config})
     rows = [json.loads(line) for line in read_lines(run / FILE)]
     rows = [row | {"path": Path(row["path"]).name} if "path" in row else row for row in rows]
     write_atomic(output / FILE, "".join(json.dumps(row) + "\n" for row in rows))
@@ -80,6 +80,8 @@ def figures(directory: Path) -> dict[str, Any]:
         raise DataError(f"got {directory / FILE} without a step or a validation; need both")
     usual = [row for row in steps if row["mfu"] is not None]
     memory = [row["peak_memory_bytes"] for row in steps if row["peak_memory_bytes"] is not None]
+    stops = [row["step"] for row in rows if row["kind"] == "end"][:-1]
+    firsts = {steps[0]["step"], *(stop + 1 for stop in stops)}
     return {
         "steps": steps[-1]["step"], "tokens": sum(row["num_tokens"] for row in steps),
         "train_loss": fmean(row["loss"] for row in steps[-50:]), "first_validation": validations[0],
@@ -88,7 +90,7 @@ def figures(directory: Path) -> dict[str, Any]:
         "mfu": median(row["mfu"] for row in usual) if usual else None,
         "peak_memory_bytes": max(memory) if memory else None,
         "seconds": sum(row["seconds"]["total"] for row in steps),
-        "stops": [row["step"] for row in rows if row["kind"] == "end"][:-1],
+        "first_seconds": sum(row["seconds"]["total"] for row in steps if row["step"] in firsts), "stops": stops,
     }  # fmt: skip
 
 
@@ -114,9 +116,11 @@ def figures_table(directory: Path) -> str:
         ("training loss", f"{found['train_loss']:.4f}, mean of the last 50 steps"),
         ("validation loss", f"{last['loss']:.4f} at step {last['step']} (perplexity {found['perplexity']:.2f}), "
                             f"{first['loss']:.4f} at step {first['step']}; {last['num_targets']:,} targets"),
-        ("speed", f"{found['tokens_per_s']:,.0f} tokens/s, MFU {mfu}; {found['seconds']:.0f} s of steps in all"),
+        ("speed", f"{found['tokens_per_s']:,.0f} tokens/s, MFU {mfu}, at the median step; {found['seconds']:.0f} s in "
+                  f"all steps, {found['first_seconds']:.0f} s of it in each process's first, which compiles"),
         ("peak memory", "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"),
         ("device", f"{run['num_ranks']} x {run['device']}; {versions}"),
+        *([("note", run["note"])] if run["note"] else []),
     ]  # fmt: skip
     return markdown_table(("what", "figure"), rows)
 
@@ -164,7 +168,7 @@ def card_text(directory: Path) -> str:
     table = markdown_table(("text", "package", "licence", "documents", "tokens"), rows)
     return CARD.format(
         figures=figures_table(directory), sources=table, gates=gates_table(directory), formula=MFU_FORMULA,
-        name=directory.name,
+        name=directory.name, row_tokens=_read(directory / "run.json")["config"]["row_tokens"],
     )  # fmt: skip
 
 
@@ -179,7 +183,8 @@ pipeline_tag: text-generation
 
 A language model of 15.6 million parameters, trained by this project from the first byte, so that tests and
 measurements have a second trained model whose whole history is known. It continues text. It does not follow
-instructions, knows little, and repeats itself; nothing was done about what it may say. Do not build on it.
+instructions, knows little, and repeats itself; nothing was done about what it may say. It has read English alone, and
+rows of {row_tokens} tokens: what it does with longer ones was not looked at. Do not build on it.
 
 ```console
 $ microllm generate --model release/{name} --raw --prompt "In the beginning" --temperature 0.8
@@ -238,12 +243,13 @@ def main() -> None:
     weights = commands.add_parser("weights", help="the newest checkpoint in bf16, with its records")
     for name in ("--run", "--sources", "--output"):
         weights.add_argument(name, type=Path, required=True)
+    weights.add_argument("--note", default="", help="what a reader of the figures must know of how they were made")
     card = commands.add_parser("card", help="samples, curve and card of such a directory")
     card.add_argument("--directory", type=Path, required=True)
     card.add_argument("--docs", type=Path, help="a document with a marked block")
     given = parser.parse_args()
     if given.command == "weights":
-        write_weights(given.run, given.sources, given.output)
+        write_weights(given.run, given.sources, given.output, given.note)
     else:
         write_card(given.directory, given.docs)
 

@@ -31,7 +31,7 @@ def published(packed, tmp_path_factory):
     }  # fmt: skip
     (home / "sources.json").write_text(json.dumps(record))
     (home / "page.md").write_text("# Page\n<!-- reference run -->\nold\n<!-- /reference run -->\nend\n")
-    publish.write_weights(home / "run", home / "sources.json", home / "tiny")
+    publish.write_weights(home / "run", home / "sources.json", home / "tiny", "a shared machine")
     publish.write_card(home / "tiny", home / "page.md")
     return home
 
@@ -42,6 +42,8 @@ def test_figures_are_those_of_the_run(published):
     card = (published / "tiny" / "README.md").read_text()
     assert f"| validation loss | {found['validation']['loss']:.4f} at step 6 " in card
     assert "| stopped and resumed | after 4, in a new process |" in card
+    assert "| note | a shared machine |" in card
+    assert "rows of 32 tokens" in card
     assert "text==1 (pip)" in card
     assert "Not measured yet." in card
 
