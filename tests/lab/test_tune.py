@@ -250,6 +250,8 @@ def test_mode_b_has_one_split_of_keys_whatever_is_tuned():
 
     assert [split(rows, True) for rows in ROWS] == [128] * len(ROWS)
     assert [split(rows, False) for rows in (1, 8, 9, 256)] == [0, 0, 0, 0]  # follows the load
+    few = ops.decode_split(8, (8, 2, 64), 16, 1024, torch.bfloat16, torch.device("cpu"), one_for_all_rows=False)
+    assert few == 64
     sizes = {"A": 1, "T": 1, "H": 8, "G": 2, "D": 64, "S": 16, "N": 256, "P": 256}
     subject = Subject(op="attention_decode", sizes=(sizes,), dtype=torch.bfloat16, device="cpu")
     with subject.trying({"split": 512}):

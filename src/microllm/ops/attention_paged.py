@@ -59,7 +59,8 @@ def decode_split(
 ) -> int:  # fmt: skip
     """Return how many keys a program of ``attention_decode`` walks, for rows of at most ``context`` tokens.
 
-    0, for it to follow the load, or what the tuner found. ``one_for_all_rows``: bits may follow neither the load nor
+    0, for it to follow the load, one block for few rows of short contexts, which wait for less, or what the tuner
+    found. ``one_for_all_rows``: bits may follow neither the load nor
     the number of rows, so splits are longer with the context alone.
 
     Units:   tokens
@@ -73,7 +74,7 @@ def decode_split(
     shape = split_key(num_rows, heads, page_tokens, context)
     found = tuned("attention_decode", shape, dtype, device_name(device)) if has_entries() else None
     if found is None:
-        return 0
+        return max(page_tokens, 64) if num_rows <= 8 and context <= CONTEXTS[0] else 0
     split = found.get("split", 0)
     if len(found) != 1 or split <= 0 or split % page_tokens:
         raise damaged(f"{found} in the entry for attention_decode {shape}")
