@@ -15,7 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -26,7 +26,7 @@ from microllm.errors import ConfigError, UnavailableError
 from microllm.evidence.environment import Environment, capture_environment
 from microllm.evidence.rows import Row, environment_fields, markdown_table, write_row
 from microllm.inference import Engine, EngineConfig, load
-from microllm.inference.placement import engine_precision
+from microllm.inference.placement import choose_device, engine_precision
 from microllm.io.resolve import resolve_model
 from microllm.io.tokenizer import load_tokenizer
 from microllm.lab.load import Answer, Call, LoadShape, Suite, make_load, run_in_engine, run_over_http
@@ -120,8 +120,14 @@ def measure_serving(config: ServeBenchConfig, progress: Progress) -> list[Run]:
     plain = [token for token in range(tokenizer.num_tokens) if token not in tokenizer.special_ids]
     with _server(config, num_rows) as (host, port, longest):  # before the engine here: both want the GPU's memory
         loads = {key: make_load(_shape(config, *key), plain, longest) for key in keys}
-        warm = make_load(LoadShape(scale=config.scale, num_requests=4, seed=config.seed + 1), plain, longest)
-        run_over_http(host, port, _NAME, warm, None)
+        first = make_load(LoadShape(scale=config.scale, num_requests=4, seed=config.seed + 1), plain, longest)
+        warm = (
+            {None: first}
+            if choose_device(config.device).type == "cpu"
+            else {key: _like(calls, plain) for key, calls in loads.items()}
+        )
+        for key, calls in warm.items():
+            run_over_http(host, port, _NAME, calls, key and key[1])
         served = {}
         for key, calls in loads.items():
             progress(f"{key[0]} at {key[1] or config.rate}: over HTTP")
@@ -129,7 +135,9 @@ def measure_serving(config: ServeBenchConfig, progress: Progress) -> list[Run]:
     llm = load(config.model, device=config.device, precision=engine_precision(config.precision, config.device))
     engine = Engine(llm, EngineConfig(max_rows=num_rows))
     environment = capture_environment(str(llm.device))
-    run_in_engine(engine, warm, None)
+    engine.prewarm()
+    for key, calls in warm.items():
+        run_in_engine(engine, calls, key and key[1])
     runs, raw = [], list[dict[str, Any]]()
     for key, calls in loads.items():
         progress(f"{key[0]} at {key[1] or config.rate}: straight into the engine")
@@ -144,6 +152,12 @@ def measure_serving(config: ServeBenchConfig, progress: Progress) -> list[Run]:
     if config.raw is not None:
         config.raw.write_text(json.dumps({"config": asdict(config), "runs": raw}, default=str) + "\n", encoding="utf-8")
     return runs
+
+
+def _like(calls: Sequence[Call], plain: Sequence[int]) -> list[Call]:
+    """Return calls of the same lengths with other prompts: what makes every shape ready that a run meets."""
+    turned = dict(zip(plain, [*plain[1:], plain[0]], strict=True))
+    return [replace(call, prompt=[turned[token] for token in call.prompt]) for call in calls]
 
 
 def rows_of(run: Run, environment: Environment) -> list[Row]:

@@ -17,21 +17,23 @@ from microllm.ops.kernels.pages import attend
 @triton.jit
 def splits_of(positions_ptr, positions_stride, A, T, lanes, SPLIT: tl.constexpr, BLOCK_A: tl.constexpr,
               BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Return the keys of a split, each row's length and how many splits it has.
+    """Return, for each row, its length, the keys of a split and how many splits it has.
 
-    A row has one at least, which writes an idle row's zeros. SPLIT 0: as many blocks of keys as give each program of
-    the launch one split.
+    A row has one at least, which writes an idle row's zeros. SPLIT 0: each row has its share of the launch's programs,
+    rounded down, so that all splits run at once where there are no more rows than programs.
     """
     a, t = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_T)
     at = a.to(tl.int64)[:, None] * positions_stride + t[None, :]
     positions = tl.load(positions_ptr + at, mask=(a < A)[:, None] & (t < T)[None, :], other=-1)
     lengths = tl.max(positions.to(tl.int32), 1) + 1
     if SPLIT > 0:
-        span = SPLIT
+        spans = tl.full([BLOCK_A], SPLIT, tl.int32)
     else:
-        share = (tl.sum(lengths, 0) * lanes + tl.num_programs(0) - 1) // tl.num_programs(0)
-        span = tl.maximum((share + BLOCK_K - 1) // BLOCK_K, 1) * BLOCK_K
-    return span, lengths, tl.where(a < A, tl.maximum((lengths + span - 1) // span, 1), 0)
+        blocks = (lengths + BLOCK_K - 1) // BLOCK_K
+        share = tl.num_programs(0) // lanes * blocks // tl.maximum(tl.sum(blocks, 0), 1)
+        share = tl.maximum(share, 1)
+        spans = tl.maximum((blocks + share - 1) // share, 1) * BLOCK_K
+    return lengths, spans, tl.where(a < A, tl.maximum((lengths + spans - 1) // spans, 1), 0)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """8-bit floats as bytes: decoded and encoded by integer arithmetic, the same on every target and when interpreted.
 
-For a format that the target does not load as such (``Target.fp8``). Exact: every number of the format is one of fp16,
-and encoding rounds once, half to even, and saturates.
+For a format that the target does not load as such (``Target.fp8``). Exact: every number of the format, times a power
+of two, is one of fp32 (the smallest are denormal there), and encoding rounds once, half to even, and saturates.
 
 Format:  e4m3fn has exponent bias 7, NaN at 7F and FF, largest 448; e4m3fnuz has bias 8, NaN at 80 alone, largest 240
 """
@@ -14,14 +14,15 @@ import triton.language as tl
 
 @triton.jit
 def decode_e4m3(code, FNUZ: tl.constexpr):
-    """Return in fp32 what bytes stand for: their bits in fp16's places, times what the exponents' biases differ by."""
-    bits = code.to(tl.int16)
-    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-    value = half.to(tl.float16, bitcast=True).to(tl.float32)
+    """Return in fp32 what bytes stand for: their bits in fp32's places, times what the exponents' biases differ by."""
+    signed = code.to(tl.int8, bitcast=True).to(tl.int32)
+    bits = (signed << 20) & -0x78100000  # 87F00000: the sign lies in all bits above too
+    value = bits.to(tl.float32, bitcast=True)
     if FNUZ:
-        return tl.where(bits == 0x80, float("nan"), value * 128.0)
+        return tl.where(signed == -128, float("nan"), value * 2.0**119)
     else:
-        return tl.where((bits & 0x7F) == 0x7F, float("nan"), value * 256.0)
+        value *= 2.0**120
+        return tl.where(tl.abs(value) > 448.0, float("nan"), value)
 
 
 @triton.jit
