@@ -59,9 +59,9 @@ def decode_split(
 ) -> int:  # fmt: skip
     """Return how many keys a program of ``attention_decode`` walks, for rows of at most ``context`` tokens.
 
-    0, for it to follow the load, one block for few rows of short contexts, which wait for less, or what the tuner
-    found. ``one_for_all_rows``: bits may follow neither the load nor
-    the number of rows, so splits are longer with the context alone.
+    0, for it to follow the load; 64 for few rows of short contexts, which wait for less then; or what the tuner found.
+    ``one_for_all_rows``: bits may follow neither the load nor the number of rows, so splits are longer with the context
+    alone.
 
     Units:   tokens
     Raises:
