@@ -107,11 +107,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--quick", action="store_true", help="short rounds: a first look, not a record")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="sequences that decode at once")
+    parser.add_argument(
+        "--no-checks", action="store_true", help="only time: `pytest -m gpu tests/structures` checks too"
+    )
     parser.add_argument("--no-peer", action="store_true", help="leave out transformers' own compiled generation")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    checks = {"tokens": check_tokens(args.device, args.output / "store"), "capture": check_capture(args.device)}
-    print(json.dumps(checks, indent=1), flush=True)
+    checks = {}
+    if not args.no_checks:
+        checks = {"tokens": check_tokens(args.device, args.output / "store"), "capture": check_capture(args.device)}
+        print(json.dumps(checks, indent=1), flush=True)
     torch.manual_seed(0)
     with torch.device(args.device):
         model = transformers.AutoModelForCausalLM.from_config(SHAPES[args.model](), dtype=getattr(torch, args.dtype))
@@ -119,7 +125,7 @@ def main() -> None:
     ids = torch.randint(model.config.vocab_size, (args.prompt_tokens,), device=args.device)
     bench = AttachBench(
         prompt_tokens=args.prompt_tokens, quick=args.quick, peer=not args.no_peer, record=True,
-        store=args.output / "store", out=args.output / "structures.jsonl", num_rows=(1,) if args.quick else (1, 8),
+        store=args.output / "store", out=args.output / "structures.jsonl", num_rows=tuple(args.rows),
     )  # fmt: skip
     figures = measure_attach(model, ids, bench, lambda text: print(text, flush=True))
     print(describe(figures))
