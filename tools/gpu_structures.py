@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short rounds: a first look, not a record")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="sequences that decode at once")
     parser.add_argument(
-        "--no-checks", action="store_true", help="only time: `pytest -m gpu tests/structures` checks too"
+        "--no-checks", action="store_true", help="only time"
     )
     parser.add_argument("--no-peer", action="store_true", help="leave out transformers' own compiled generation")
     args = parser.parse_args()
