@@ -2,14 +2,17 @@
 
 ``attention_step`` is the same kernel with more before it: heads normed and turned, new keys and values stored.
 
-A row's keys are cut into splits of a fixed size. Programs stay and take turns at the splits that the rows really have,
-whose list follows from the positions on the device: a captured launch costs the same at any length. Who ends the last
-split of a row joins them all, in their order. Up to 16 query rows (heads of a group, then tokens) make a tile, which
-never changes its shape: a query's bits depend neither on the other rows, nor on the other queries, nor on who joins.
+A row's keys are cut into splits, of a fixed size or, with ``split`` 0, as long as leaves every program of the launch
+one. Programs stay and take turns at the splits that the rows really have, whose list follows from the positions on the
+device: a captured launch costs the same at any length. Who ends the last split of a row joins them all, in their order.
+Up to 16 query rows (heads of a group, then tokens) make a tile, which never changes its shape: with a fixed size a
+query's bits depend neither on the other rows, nor on the other queries, nor on who joins.
 
-Whoever walks the block in which a new token lies puts its key and value there in registers, and one program writes them
-to the page, which nobody reads again in this launch. What earlier steps stored is on its way before the kernel waits
-for the queries: only they, and the new token, come from the launch ahead. Nothing else may write pages in between.
+Of a fixed size, the first block of keys is on its way to registers before the kernel waits for the queries: only they
+and the new token come from the launch ahead. Whoever walks the block in which a new token lies puts its key and value
+there in registers, and one program writes them to the page, which nobody reads again in this launch. With ``split`` 0
+blocks stream through shared memory instead, two on their way, and whoever walks a new token's block writes the token
+first. Nothing else may write pages in between.
 
 Axes:    A = rows, T = queries a row, H = query heads, G = KV heads, R = H / G, D = head dim, P = pairs of a head;
          S = slots a page
