@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from microllm import ops
 from microllm.errors import OperatorError
@@ -188,3 +190,23 @@ def test_a_file_with_something_else_in_it_is_refused(entries):
 
 def test_the_packaged_file_reads():
     assert isinstance(tuned.ignored("GPU A"), list)
+
+
+def test_a_plain_call_runs_at_once_and_one_that_somebody_follows_does_not():
+    x, w = torch.randn(3, 8), torch.ones(8)
+    with torch.profiler.profile() as profile:
+        followed = ops.rms_norm(x, w, eps=1e-5)
+    assert "microllm::rms_norm" in {event.key for event in profile.key_averages()}
+    assert torch.equal(ops.rms_norm(x, w, eps=1e-5), followed)
+    with FakeTensorMode() as mode:
+        assert isinstance(ops.rms_norm(mode.from_tensor(x), mode.from_tensor(w), eps=1e-5), FakeTensor)
+    seen = []
+
+    class Follows(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Follows():
+        ops.rms_norm(x, w, eps=1e-5)
+    assert any("microllm.rms_norm" in name for name in seen)

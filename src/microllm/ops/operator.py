@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import profiler
 from torch.library import Library
+from torch.nn import Parameter
 
 from microllm.ops.contract import Contract, Outs, Sink
 from microllm.ops.select import first_tensor, run
@@ -21,6 +24,7 @@ from microllm.ops.select import first_tensor, run
 LIBRARY = Library("microllm", "DEF")
 """The namespace ``torch.ops.microllm``."""
 
+_PLAIN = {Tensor, Parameter, type(None), bool, int, float}
 _SCALARS = {bool: "bool", int: "int", float: "float"}
 
 
@@ -43,6 +47,7 @@ class Operator:
             backward, setup_context = contract.autograd
             torch.library.register_autograd(f"microllm::{name}", backward, setup_context=setup_context, lib=LIBRARY)
         self.call = getattr(torch.ops.microllm, name).default
+        self._pure = not contract.composite and not any(arg.mutated for arg in contract.args)
         if contract.results:
             outs = [f"Tensor({chr(122 - i)}!) {result.name}" for i, result in enumerate(contract.results)]
             LIBRARY.define(f"{name}_out({', '.join(parameters + outs)}) -> ()")
@@ -65,7 +70,7 @@ class Operator:
             assert out is None, "a diagnostic form returns its results"
             return run(contract, values, sink=sink)
         if out is None:
-            return self.call(*values)
+            return self._run(*values) if self._pure and not follows and is_plain(values) else self.call(*values)
         outs = out if isinstance(out, tuple) else (out,)
         self._check_out(values, outs)
         self.call_out(*values, *outs)
@@ -97,6 +102,20 @@ class Operator:
             spans = [_span(t) for t in (*outs, *(v for v in values if isinstance(v, Tensor))) if t.numel()]
             if any(a < d and c < b for i, (a, b) in enumerate(spans[: len(outs)]) for c, d in spans[i + 1 :]):
                 contract.refuse(call, "out= that shares no memory with an input or another out=")
+
+
+def is_plain(values: Sequence[Any]) -> bool:
+    """Say whether nobody but the operator has a part in a call: no compiler, mode, transform, profiler or subclass.
+
+    Such a call runs at once: torch's dispatcher costs more than all else that Python does for it.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and peek_interpreter_stack() is None
+        and not profiler._is_profiler_enabled
+        and all(type(v) in _PLAIN for v in values)
+    )
 
 
 def saving(*places: int, outputs: tuple[int, ...] = (), constant: bool = False) -> Callable[..., None]:
