@@ -125,6 +125,7 @@ CHECKED_KEYWORDS = {
     # a host's own signature: what its caller passes goes to its own forward as it came
     "structures/sites.py:forward",
     "structures/sites.py:_forward",
+    "structures/walk.py:forward",
 }
 
 MAX_FILE_LINES = 400

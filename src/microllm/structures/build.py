@@ -5,7 +5,7 @@ Place: ``attach`` judges what this makes, ``auto_swaps`` hands it to a caller wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from microllm.structures.schemes import Decision, Point, Report, Scheme, region_
 from microllm.structures.sites import Attachment, AttentionSite, BlockSite, ModuleSite, PackSite, Scratch, Site
 from microllm.structures.stack import new_cache
 from microllm.structures.structure import Catalog, load_catalog
+from microllm.structures.walk import LayerSite
 
 MIN_FREE_BYTES = 512 * 1024 * 1024
 """Free memory of a GPU under which no more regions are bound."""
@@ -125,7 +126,7 @@ def build(
             maker.make(candidate, decision)
         else:
             kept[f"{candidate.structure.name}|{candidate.path}"] = decision.reason
-    sites = maker.sites()
+    sites = maker.sites(c.path for c in found.candidates if c.structure.name == "decoder_block")
     return Build(
         host=found.host, scheme=scheme, attachment=Attachment(model, sites, maker.turn), calibration=calibration,
         kept=kept, refused=found.refused, assumptions=found.assumptions, precision_spec=maker.specs,
@@ -142,6 +143,8 @@ class _Maker:
         self.specs: dict[str, PrecisionSpec] = {}
         self.smoke: dict[str, float] = {}
         self._sites: list[Site] = []
+        self._modules: dict[str, Seat] = {}
+        self._blocks: dict[str, BlockSite] = {}
         self._attention: dict[str, dict[str, Seat]] = {}
         self._made: dict[Any, Any] = {}
 
@@ -179,6 +182,7 @@ class _Maker:
         match c.structure.name:
             case "qkv_pack":
                 siblings = [module.get_submodule(f"{part}_proj") for part in ("q", "k", "v")]
+                self._modules[c.path] = seat
                 self._sites.append(PackSite(siblings, seat, self.turn))
             case "qkv_rope" | "qk_norm_rope" | "attention_core":
                 kind = "core" if c.structure.name == "attention_core" else "rope"
@@ -190,16 +194,28 @@ class _Maker:
                 site = BlockSite(host, c.path, c.layer, seat, self.turn)
                 check_block(host, site, c.layer, floor)
                 self._sites.append(site)
+                self._blocks[c.path] = site
             case _:
+                self._modules[c.path] = seat
                 self._sites.append(ModuleSite(module, seat, self.turn))
 
-    def sites(self) -> list[Site]:
-        """Return the sites of what was made."""
-        attention = [
-            AttentionSite(self._host, path, (seats.get("rope"), seats.get("core")), self.turn, self._scratch)
+    def sites(self, whole: Iterable[str]) -> list[Site]:
+        """Return the sites of what was made; ``whole``: blocks whose parts flow as a walk runs them."""
+        attention = {
+            path: AttentionSite(self._host, path, (seats.get("rope"), seats.get("core")), self.turn, self._scratch)
             for path, seats in self._attention.items()
-        ]
-        return [*self._sites, *attention]
+        }
+        walks = [self._walk(path, attention[f"{path}.self_attn"]) for path in whole if f"{path}.self_attn" in attention]
+        return [*self._sites, *attention.values(), *(walk for walk in walks if walk is not None)]
+
+    def _walk(self, path: str, attention: AttentionSite) -> LayerSite | None:
+        """Return the walk of a block; None where its norms or its rope are the host's, or it gives something else."""
+        walk = LayerSite(self._host, path, self._modules, attention, self.turn)
+        if not gives_same(self._host, walk):
+            return None
+        if path in self._blocks:
+            self._blocks[path].own, walk.places = walk.forward, ()
+        return walk
 
 
 def check_attention(host: Host, site: AttentionSite, floor: float) -> None:
@@ -239,6 +255,28 @@ def check_block(host: Host, site: BlockSite, index: int, floor: float) -> None:
             vars(module).pop("forward", None)
 
     _check(site.seats[0], lambda: through(site.places[0][1]), lambda: through(None), floor)
+
+
+def gives_same(host: Host, walk: LayerSite) -> bool:
+    """Say whether a walk takes a plain call and gives what the host's block does: a few tokens without a cache."""
+    module, like = walk.places[0][0], host.weight
+    x = _drawn(1, 4, like.shape[1], like=like)
+    positions = torch.arange(4, device=like.device)[None]
+    call: dict[str, Any] = {
+        "attention_mask": None, "position_ids": positions, "position_embeddings": host.calls.angles(x, positions)
+    }  # fmt: skip
+    wanted = type(module).forward(module, x, **call)
+    for seat in walk.walked:
+        seat.active = True
+    try:
+        if not (walk.wanted and isinstance(wanted, Tensor)):
+            return False
+        agreement = cosine(walk.forward(x, **call), wanted)
+        counts = {seat.ledger.calls + seat.ledger.by_band for seat in walk.walked}
+        return agreement >= min(SMOKE_COSINE.values()) and counts == {1}
+    finally:
+        for seat in walk.walked:
+            seat.active, seat.ledger = False, Ledger()
 
 
 def _check(seat: Seat, ours: Callable[[], Tensor], own: Callable[[], Tensor], floor: float) -> None:

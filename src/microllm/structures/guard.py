@@ -146,14 +146,23 @@ class Seat:
         if reason is not None:
             self._leave(reason)
             return False
-        self.ledger.consecutive = 0
-        if self.form.band(x) not in self.form.bands:
-            if not self.can_fall_back:
-                raise GuardRefused(f"{self.path}: got rows outside its band, its host's weights gone; reload the model")
-            self.ledger.by_band += 1
-            return False
-        self.ledger.calls += 1
-        return True
+        return self.takes(self.form.band(x))
+
+    def takes(self, band: Band) -> bool:
+        """Say whether a call inside the form, of this band, is the seat's; count it.
+
+        Raises:
+            GuardRefused: it is not, and the seat may not fall back.
+        """
+        ledger = self.ledger
+        ledger.consecutive = 0
+        if band in self.form.bands:
+            ledger.calls += 1
+            return True
+        if not self.can_fall_back:
+            raise GuardRefused(f"{self.path}: got rows outside its band, its host's weights gone; reload the model")
+        ledger.by_band += 1
+        return False
 
     def spoil(self, y: Tensor) -> Tensor:
         """Return the seat's output, or while a gate plants a break, the same numbers in wrong places."""

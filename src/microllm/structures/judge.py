@@ -27,6 +27,7 @@ from microllm.step import Graphs
 from microllm.structures.build import Build
 from microllm.structures.guard import BANDS, Band, Seat, joined_ledger
 from microllm.structures.host import Host
+from microllm.structures.sites import Site
 from microllm.structures.stack import forced_logits, logits_of, new_cache, run_prompt, run_tokens
 
 NUM_FORCED = 32
@@ -157,7 +158,7 @@ class Judge:
             with installed(self.build, seats):
                 ours = graphs.capture(phase.action)
             return time_pairs(own, ours, device=str(device), config=self.rules.timing)
-        sites = [site for site in self.build.attachment.sites if set(site.seats) & set(seats)]
+        sites: list[Site] = []
 
         def without() -> None:
             for site in sites:
@@ -170,6 +171,7 @@ class Judge:
             phase.action()
 
         with installed(self.build, seats), torch.no_grad():
+            sites += [site for site in self.build.attachment.sites if site.wanted]
             return time_pairs(without, with_seats, device=str(device), config=self.rules.timing)
 
 

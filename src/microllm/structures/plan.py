@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from microllm.structures.formats import hollow
 from microllm.structures.guard import BANDS, OnFail, Seat, joined_ledger
 from microllm.structures.host import Host, look_up
 from microllm.structures.judge import UnitResult
+from microllm.structures.walk import LayerSite
 
 
 class Plan:
@@ -129,11 +130,15 @@ class Plan:
         return path
 
     def bound_bytes(self) -> int:
-        """Return the bytes of the seats' own weights: what they hold besides the host's."""
-        return sum(_matrix_bytes(seat, self._host_storages()) for seat in self.seats)
+        """Return the bytes of the seats' own weights: what they hold besides the host's, each once."""
+        host = {_place_of(p) for p in self.host.model.parameters()}
+        matrices = [matrix for seat in self.seats for matrix in getattr(seat.bound, "matrices", ())]
+        parts = [part for m in matrices for part in (*m.parts, m.bias) if part is not None]
+        return _stored_bytes(part for part in parts if _place_of(part) not in host)
 
-    def _host_storages(self) -> set[int]:
-        return {p.untyped_storage().data_ptr() for p in self.host.model.parameters()}
+    def held_bytes(self) -> int:
+        """Return the bytes of weights that host and seats hold together now."""
+        return _stored_bytes(self.host.model.parameters()) + self.bound_bytes()
 
     def consume(self, checkpoint: Path | None = None) -> dict[str, int]:
         """Free the host's weights that seats hold in a format of their own; those run for any number of rows from then.
@@ -164,7 +169,8 @@ class Plan:
             if _is_quantised(seat) and any(p in self._consumed for _, p in self._weights_of(seat)):
                 seat.can_fall_back, seat.form = False, replace(seat.form, bands=frozenset(BANDS))
         self.build.attachment.refuse_state_dict()
-        return {"freed_bytes": freed_bytes, "kept_bytes": sum(p.numel() * p.element_size() for p in kept)}
+        kept_bytes = sum(p.numel() * p.element_size() for p in kept)
+        return {"freed_bytes": freed_bytes, "kept_bytes": kept_bytes, "held_bytes": self.held_bytes()}
 
     def finalize(self) -> dict[str, int]:
         """Consume, and give up the way back: fallbacks refuse and ``detach`` raises from now on."""
@@ -234,6 +240,9 @@ def explain(plan: Plan) -> str:
     region = plan.notes["region"]
     lines.append(f"  routed   decoder_layer_decode: {region['winner']} ({region['source']})")
     lines += [f"           fell through: {text}" for text in region["fell_through"]]
+    walks = sum(isinstance(site, LayerSite) and site.covers(plan.seats) for site in plan.build.attachment.sites)
+    if walks:
+        lines.append(f"  walked   {walks} blocks: one look at a call for all seats of a block, its modules not called")
     lines += [f"  left out {name}: {reason}" for name, reason in plan.left.items()]
     kept: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key, reason in plan.build.kept.items():
@@ -250,10 +259,13 @@ def explain(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _matrix_bytes(seat: Seat, host: set[int]) -> int:
-    matrices: Sequence[Any] = getattr(seat.bound, "matrices", ())
-    parts = [part for matrix in matrices for part in matrix.parts if part.untyped_storage().data_ptr() not in host]
-    return sum(part.numel() * part.element_size() for part in parts)
+def _stored_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors' storages, each counted once."""
+    return sum({_place_of(t): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _place_of(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
 
 
 def _is_quantised(seat: Seat) -> bool:

@@ -10,6 +10,7 @@ Axes:    M = rows, B = rows of a batch, T = tokens, D = model dim, H and G = que
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -44,6 +45,11 @@ class Site:
         for seat in self.seats:
             seat.restore = self._restore
 
+    @property
+    def wanted(self) -> bool:
+        """Return whether one of its seats is on."""
+        return any(seat.active for seat in self.seats)
+
     def remove(self) -> None:
         """Take them away."""
         for module, forward in self.places:
@@ -53,7 +59,7 @@ class Site:
                     vars(module)["forward"] = self._former.pop(module)
 
     def _restore(self) -> None:
-        if not any(seat.active for seat in self.seats):
+        if not self.wanted:
             self.remove()
 
 
@@ -162,9 +168,9 @@ class AttentionSite(Site):
         self, host: Host, path: str, seats: tuple[Seat | None, Seat | None], turn: Turn, scratch: Scratch
     ) -> None:  # fmt: skip
         super().__init__([seat for seat in seats if seat is not None], turn)
-        self._module, self._scratch = host.model.get_submodule(path), scratch
-        self._rope, self._core = seats
-        self._cache_name, self._head_dim = host.calls.cache_name, host.head_dim  # pyright: ignore
+        self._module, self.scratch = host.model.get_submodule(path), scratch
+        self.rope, self.core = seats
+        self.cache_name, self._head_dim = host.calls.cache_name, host.head_dim  # pyright: ignore
         self._scale, self._own = float(host.constant("scale")), type(self._module).forward
         self.places = ((self._module, self._forward),)
 
@@ -175,40 +181,43 @@ class AttentionSite(Site):
         module = self._module
         with self.turn:
             given = {name for name, value in kwargs.items() if value is not None and value is not False}
-            strange = given - _HARMLESS - {self._cache_name} | (given & {"output_attentions"})
+            strange = given - _HARMLESS - {self.cache_name} | (given & {"output_attentions"})
             extra = f"arguments {sorted(strange)}" if strange else "positional arguments" if args else None
             if extra is None and position_embeddings is None:
                 extra = "no angles"
-            rope = self._rope is not None and self._rope.admits(module, hidden_states, extra)
-            cache = kwargs.get(self._cache_name)
-            mask_form = None if isinstance(cache, LoopCache) else self._scratch.mask_form(attention_mask)
-            core = self._core is not None and self._core.admits(module, hidden_states, extra or mask_form)
+            rope = self.rope is not None and self.rope.admits(module, hidden_states, extra)
+            cache = kwargs.get(self.cache_name)
+            mask_form = None if isinstance(cache, LoopCache) else self.scratch.mask_form(attention_mask)
+            core = self.core is not None and self.core.admits(module, hidden_states, extra or mask_form)
             if not rope and not core:
                 return self._own(module, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
-            q, k, v = self._heads(hidden_states, position_embeddings, rope=rope)
-            context = self._attend(q, k, v, attention_mask, cache, core=core)
+            parts = [getattr(module, f"{part}_proj")(hidden_states) for part in ("q", "k", "v")]
+            q, k, v = self.turned(parts, hidden_states, position_embeddings, rope=rope)
+            context = self.attend(q, k, v, attention_mask, cache, core=core)
             return module.o_proj(context.reshape(*hidden_states.shape[:-1], -1)), None  # pyright: ignore
 
-    def _heads(self, x: Tensor, angles: Any, *, rope: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys, turned, and values: [B, H, T, K], twice [B, G, T, K]."""
+    def turned(
+        self, parts: Sequence[Tensor], x: Tensor, angles: Any, *, rope: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return queries and keys, turned, and values, of what was projected: [B, H, T, K], twice [B, G, T, K]."""
         module, shape = self._module, (*x.shape[:-1], -1, self._head_dim)
-        q, k, v = (getattr(module, f"{part}_proj")(x).view(shape) for part in ("q", "k", "v"))
+        q, k, v = (part.view(shape) for part in parts)
         cos, sin = angles
         if rope:
-            assert self._rope is not None, "a seat that admits"
-            q, k = self._rope.bound(q, k, *self._scratch.angles(cos, sin, x.shape[0], self._head_dim // 2))
-            return self._rope.spoil(q).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            assert self.rope is not None, "a seat that admits"
+            q, k = self.rope.bound(q, k, *self.scratch.angles(cos, sin, x.shape[0], self._head_dim // 2))
+            return self.rope.spoil(q).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if look_up(module, "q_norm") is not None:
             q, k = module.q_norm(q), module.k_norm(k)  # pyright: ignore[reportCallIssue]
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         q, k = (part.transpose(1, 2) for part in (q, k))
         return *(part * cos + _half_turned(part) * sin for part in (q, k)), v.transpose(1, 2)  # pyright: ignore
 
-    def _attend(
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cache: Any, *, core: bool
     ) -> Tensor:  # fmt: skip
         """Return the context [B, T, H, K]."""
-        module, seat = self._module, self._core
+        module, seat = self._module, self.core
         layer: Any = module.layer_idx
         if core and isinstance(cache, LoopCache) and cache.decoding and q.is_cuda and q.shape[2] <= MAX_TOKENS:
             assert seat is not None, "a seat that admits"
@@ -231,7 +240,8 @@ class BlockSite(Site):
     def __init__(self, host: Host, path: str, index: int, seat: Seat, turn: Turn) -> None:
         super().__init__((seat,), turn)
         module = host.model.get_submodule(path)
-        own = type(module).forward
+        self.own: Callable[..., Any] = partial(type(module).forward, module)
+        """What runs where the chain does not."""
         transformers = host.binding.protocol == "transformers"
         name = getattr(host.calls, "cache_name", "")
 
@@ -244,7 +254,7 @@ class BlockSite(Site):
                 elif seat.admits(module, x):
                     keys, values = cache.keys[index], cache.values[index]
                     return seat.spoil(seat.bound(x, *cache.tables, keys, values, cache.positions))
-                return own(module, x, *args, **kwargs)
+                return self.own(x, *args, **kwargs)
 
         self.places = ((module, forward),)
 
@@ -276,7 +286,7 @@ class Attachment:
             for seat in self.seats:
                 seat.active, seat.on_fail = id(seat) in wanted and not seat.ledger.restored, on_fail
             for site in self.sites:
-                if any(seat.active for seat in site.seats):
+                if site.wanted:
                     site.install()
             self._hooks = [
                 self.model.register_forward_pre_hook(lambda *_: self.turn.__enter__(), prepend=True),
