@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from microllm import structures
+from microllm import ops, structures
 from microllm.errors import GuardRefused
+from microllm.structures import guard
 from microllm.structures.walk import LayerSite
 from tiny_hosts import FAMILIES, make_host
 
@@ -121,3 +122,26 @@ def test_bytes_are_counted_once_whoever_shares_them(attached, ids, config):
         assert freed["held_bytes"] == host_bytes - freed["freed_bytes"] + plan.bound_bytes() + hollow
         assert freed["held_bytes"] < host_bytes
     assert sums["seats"] == sums["chain"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_short_prompt_takes_torchs_own_calls_and_gives_what_ours_give(family, attached, ids, monkeypatch):
+    model = make_host(family)
+    plan = attached(model)
+    taken = []
+    for seat in plan.seats:
+        if seat.prompt is not seat.bound:
+            plain = seat.prompt
+            seat.prompt = lambda *given, plain=plain, seat=seat: (taken.append(seat.structure), plain(*given))[1]
+    by_torch = model(ids).logits
+    assert set(taken) == {seat.structure for seat in plan.seats} - {"attention_core"}
+    assert len(taken) == len([seat for seat in plan.seats if seat.structure != "attention_core"])
+    with ops.ledger() as counts:  # somebody counts: ours
+        torch.testing.assert_close(model(ids).logits, by_torch, atol=1e-4, rtol=1e-4)
+    assert {ran.op for ran in counts} >= {"add_rms_norm", "linear"}
+    before = len(taken)
+    model(ids[:, :8])
+    monkeypatch.setattr(guard, "PROMPT_ELEMENTS", 16 * 64 - 1)
+    model(ids)
+    assert len(taken) == before
+    assert "by torch's own calls" in structures.explain(plan)

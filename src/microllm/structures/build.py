@@ -27,7 +27,7 @@ from microllm.structures.calibration import (
 from microllm.structures.discovery import Candidate, Refusal, discover
 from microllm.structures.guard import BANDS, Form, Ledger, OnFail, Seat, Turn
 from microllm.structures.host import Host
-from microllm.structures.impls import SMOKE_COSINE, Impl, Region, bind_region, cosine, load_impls
+from microllm.structures.impls import SMOKE_COSINE, Impl, Region, bind_region, cosine, load_impls, prompt_form
 from microllm.structures.schemes import Decision, Point, Report, Scheme, region_key
 from microllm.structures.sites import Attachment, AttentionSite, BlockSite, ModuleSite, PackSite, Scratch, Site
 from microllm.structures.stack import new_cache
@@ -166,7 +166,7 @@ class _Maker:
             form = Form(dtype=like.dtype, device=like.device, width=width, bands=decision.bands)
             if c.structure.name == "decoder_block":
                 form = replace(form, bands=frozenset(BANDS))
-            seat = Seat(c.structure.name, c.path, bound, form)
+            seat = Seat(c.structure.name, c.path, bound, form, prompt_form(bound))
             self._place(c, seat, SMOKE_COSINE[decision.format])
         except StructureError as error:
             self._refused.append(Refusal(c.structure.name, c.path, str(error).removeprefix(f"{c.path}: ")))

@@ -31,8 +31,6 @@ FormatName = Literal["float", "int8", "int4", "fp8"]
 FORMATS: tuple[FormatName, ...] = ("float", "int8", "int4", "fp8")
 _scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 _DAMPING = 0.01
-MANY_ROWS = 256
-"""Rows above which a product of floats is the vendor's on every device: called at once, where nobody counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +118,11 @@ class Matrix:
 
     def __call__(self, x_MK: Tensor) -> Tensor:
         """Return x times the transposed weight, plus bias: [M, N]."""
-        if self.format.name == "float" and len(x_MK) > MANY_ROWS and not ops.is_watched():
-            return functional.linear(x_MK, self.parts[0], self.bias)
         return self._fp8(x_MK) if self.format.codes_input else self.weights.linear(x_MK)
+
+    def plain(self, x_MK: Tensor) -> Tensor:
+        """Return the same by torch's own call, where the weights are floats."""
+        return functional.linear(x_MK, self.parts[0], self.bias) if self.format.name == "float" else self(x_MK)
 
     def dequantised(self) -> Tensor:
         """Return the values that the codes stand for: [N, K] in the host's dtype."""

@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
+from microllm import ops
 from microllm.errors import GuardRefused, StructureError
 
 Band = Literal["decode", "prefill"]
@@ -24,6 +25,8 @@ BANDS: tuple[Band, ...] = ("decode", "prefill")
 OnFail = Literal["fallback", "raise"]
 DECODE_ROWS = 8
 """Rows of the decode band, at most: what the gate judges there."""
+PROMPT_ELEMENTS = 1 << 22
+"""Rows times width of a prompt up to which it is short: an eager pass over it waits for Python, not for the device."""
 RESTORED_AFTER = 32
 """Fallbacks in a row after which a seat gives its place back for good."""
 
@@ -119,10 +122,14 @@ class Turn:
 
 
 class Seat:
-    """A region of a host in our hands: what runs it, its form, its ledger, and whether it is on."""
+    """A region of a host in our hands: what runs it, its form, its ledger, and whether it is on.
 
-    def __init__(self, structure: str, path: str, bound: Any, form: Form) -> None:
+    ``prompt``: what runs it for a short prompt (default: what runs it else).
+    """
+
+    def __init__(self, structure: str, path: str, bound: Any, form: Form, prompt: Any = None) -> None:
         self.structure, self.path, self.bound, self.form = structure, path, bound, form
+        self.prompt = bound if prompt is None else prompt
         self.ledger = Ledger()
         self.active = False
         self.broken = False
@@ -163,6 +170,11 @@ class Seat:
             raise GuardRefused(f"{self.path}: got rows outside its band, its host's weights gone; reload the model")
         ledger.by_band += 1
         return False
+
+    def form_for(self, x: Tensor) -> Callable[..., Any]:
+        """Return what runs the region where its host was given x [B, T, D]."""
+        short = x.dim() == 3 and x.shape[1] > DECODE_ROWS and x.numel() <= PROMPT_ELEMENTS
+        return self.prompt if short and not ops.is_watched() else self.bound
 
     def spoil(self, y: Tensor) -> Tensor:
         """Return the seat's output, or while a gate plants a break, the same numbers in wrong places."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -82,6 +83,11 @@ class Ffn:
         gate, up = self._gate_up(x).chunk(2, dim=1)
         return self._down(ops.swiglu(gate, up))
 
+    def plain(self, x: Tensor) -> Tensor:
+        """Return y by torch's own calls; silu is rounded before the product, as hosts do."""
+        gate, up = self._gate_up.plain(x).chunk(2, dim=1)
+        return self._down.plain(functional.silu(gate) * up)
+
 
 class Projection:
     """``linear_proj`` and ``lm_head``: one product."""
@@ -93,6 +99,10 @@ class Projection:
     def __call__(self, x: Tensor) -> Tensor:
         """Return y [M, N]."""
         return self._matrix(x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Return y by torch's own call."""
+        return self._matrix.plain(x)
 
 
 class QkvPack:
@@ -106,6 +116,10 @@ class QkvPack:
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return q, k and v, views of one tensor made by this call."""
         return self._matrix(x).split(self._sizes, dim=1)
+
+    def plain(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return q, k and v by torch's own call."""
+        return self._matrix.plain(x).split(self._sizes, dim=1)
 
 
 class Norm:
@@ -122,6 +136,12 @@ class Norm:
             return ops.rms_norm(x, self._w, eps=self._eps)
         total, y = ops.add_rms_norm(x, residual, self._w, eps=self._eps)
         return y, total
+
+    def plain(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """Return the same by torch's own calls: rounded once, after the product with w."""
+        total = x if residual is None else residual + x
+        y = torch.rms_norm(total, self._w.shape, self._w, self._eps)
+        return y if residual is None else (y, total)
 
 
 class Rope:
@@ -143,6 +163,17 @@ class Rope:
         if q_norm is not None and k_norm is not None:
             return ops.qk_norm_rope(q, k, q_norm, k_norm, cos, sin, eps=self._eps)
         return ops.rope(q, k, cos, sin)
+
+    def plain(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same by torch's own calls, of angles [B, T, 1, K] whose first half of sines is negated."""
+        (q_bias, k_bias), (q_norm, k_norm) = self._biases, self._norms
+        if q_bias is not None and k_bias is not None:
+            q, k = q + q_bias.view(q.shape[2:]), k + k_bias.view(k.shape[2:])
+        if q_norm is not None and k_norm is not None:
+            q = torch.rms_norm(q, q_norm.shape, q_norm, self._eps)
+            k = torch.rms_norm(k, k_norm.shape, k_norm, self._eps)
+        half = q.shape[-1] // 2
+        return (q * cos).addcmul_(q.roll(half, -1), sin), (k * cos).addcmul_(k.roll(half, -1), sin)
 
 
 class Attention:
@@ -172,6 +203,14 @@ class Attention:
         return ops.attention_decode(
             q, pages.of(keys), pages.of(values), pages.table, positions, scale=self._scale, split=pages.split
         )
+
+
+def prompt_form(bound: Any) -> Any:
+    """Return what runs a short prompt: torch's own calls, where a launch of ours costs Python more than the work takes.
+
+    None where what is bound has no such form.
+    """
+    return bound.plain if isinstance(bound, Ffn | Projection | QkvPack | Norm | Rope) else None
 
 
 IMPLS: tuple[Impl, ...] = (

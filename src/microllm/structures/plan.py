@@ -23,7 +23,7 @@ from microllm.structures.build import Build
 from microllm.structures.calibration import PrecisionSpec
 from microllm.structures.decisions import store_of
 from microllm.structures.formats import hollow
-from microllm.structures.guard import BANDS, OnFail, Seat, joined_ledger
+from microllm.structures.guard import BANDS, PROMPT_ELEMENTS, OnFail, Seat, joined_ledger
 from microllm.structures.host import Host, look_up
 from microllm.structures.judge import UnitResult
 from microllm.structures.walk import LayerSite
@@ -241,6 +241,10 @@ def explain(plan: Plan) -> str:
     lines.append(f"  routed   decoder_layer_decode: {region['winner']} ({region['source']})")
     lines += [f"           fell through: {text}" for text in region["fell_through"]]
     walks = sum(isinstance(site, LayerSite) and site.covers(plan.seats) for site in plan.build.attachment.sites)
+    if any(seat.prompt is not seat.bound and "prefill" in seat.form.bands for seat in plan.seats):
+        lines.append(
+            f"  prompts  of up to {PROMPT_ELEMENTS} elements: by torch's own calls, packed; a launch costs more"
+        )
     if walks:
         lines.append(f"  walked   {walks} blocks: one look at a call for all seats of a block, its modules not called")
     lines += [f"  left out {name}: {reason}" for name, reason in plan.left.items()]

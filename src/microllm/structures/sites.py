@@ -73,7 +73,7 @@ class ModuleSite(Site):
         def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
             with turn:
                 if seat.admits(module, x, "arguments besides rows" if args or kwargs else None):
-                    y = seat.bound(x.view(-1, x.shape[-1]))
+                    y = seat.form_for(x)(x.view(-1, x.shape[-1]))
                     return seat.spoil(y.view(*x.shape[:-1], y.shape[-1]))
                 return own(module, x, *args, **kwargs)
 
@@ -105,7 +105,7 @@ class PackSite(Site):
                 self._kept = ()
                 if not seat.admits(module, x):
                     return own(module, x)
-                parts = seat.bound(x.view(-1, x.shape[-1]))
+                parts = seat.form_for(x)(x.view(-1, x.shape[-1]))
                 parts = [seat.spoil(part.view(*x.shape[:-1], part.shape[-1])) for part in parts]
                 self._kept = (x, _stamp(x), parts)
                 return parts[0]
@@ -136,6 +136,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._angles: tuple[Any, ...] = ()
+        self._turns: tuple[Any, ...] = ()
         self._mask: tuple[Any, ...] = ()
 
     def angles(self, cos: Tensor, sin: Tensor, num_rows: int, pairs: int) -> tuple[Tensor, Tensor]:
@@ -145,6 +146,15 @@ class Scratch:
             wide = tuple(t[..., :pairs].float().expand(num_rows, -1, -1).contiguous() for t in (cos, sin))
             self._angles = (cos, key, wide)
         return self._angles[2]
+
+    def turns(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return angles for every head of [B, T, H, K], the first half of sines negated: twice [B or 1, T, 1, K]."""
+        key = (dtype, _stamp(cos))
+        if not self._turns or self._turns[0] is not cos or self._turns[1] != key:
+            first, second = sin.chunk(2, dim=-1)
+            wide = tuple(t.to(dtype).unsqueeze(2) for t in (cos, torch.cat((-first, second), dim=-1)))
+            self._turns = (cos, key, wide)
+        return self._turns[2]
 
     def mask_form(self, mask: Tensor | None) -> str | None:
         """Return what about a mask is outside the form (one or two contiguous ranges of keys a query), or None."""
@@ -205,7 +215,10 @@ class AttentionSite(Site):
         cos, sin = angles
         if rope:
             assert self.rope is not None, "a seat that admits"
-            q, k = self.rope.bound(q, k, *self.scratch.angles(cos, sin, x.shape[0], self._head_dim // 2))
+            run, scratch = self.rope.form_for(x), self.scratch
+            ours = run is self.rope.bound
+            angles = scratch.angles(cos, sin, len(x), self._head_dim // 2) if ours else scratch.turns(cos, sin, x.dtype)
+            q, k = run(q, k, *angles)
             return self.rope.spoil(q).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if look_up(module, "q_norm") is not None:
             q, k = module.q_norm(q), module.k_norm(k)  # pyright: ignore[reportCallIssue]

@@ -40,7 +40,7 @@ class Part(NamedTuple):
         if seat is None or not seat.active:
             return module(x)
         if seat.takes(band):
-            y = seat.bound(x.view(-1, x.shape[-1]))
+            y = seat.form_for(x)(x.view(-1, x.shape[-1]))
             return y.view(*x.shape[:-1], y.shape[-1])
         return type(module).forward(module, x)
 
@@ -116,7 +116,7 @@ class LayerSite(Site):
         if pack is None or not pack.active:
             parts = [module(normed) for module in self._qkv]
         elif pack.takes(band):
-            parts = pack.bound(normed.view(-1, normed.shape[-1]))
+            parts = pack.form_for(x)(normed.view(-1, normed.shape[-1]))
         else:
             parts = [type(module).forward(module, normed) for module in self._qkv]
         pair = (attention.rope, attention.core)
@@ -131,7 +131,7 @@ class LayerSite(Site):
         """Return the stream with what attention gave, and its norm: one launch where the norm is ours."""
         seat = self._ffn_norm.seat
         if seat is not None and isinstance(seat.bound, Norm) and seat.takes(band):
-            normed, total = seat.bound(attended, x)
+            normed, total = seat.form_for(x)(attended, x)
             return total, normed
         total = x + attended
         return total, self._ffn_norm(total, band)
