@@ -392,7 +392,8 @@ def breaks(row):
 
     for arg in drawn:
         spread = arg.forms[0][:1] == (("...", 1),)
-        ways = {"another dtype": lambda t: t.to(torch.float64)}
+        wrong = torch.float64 if torch.float32 in (arg.dtypes or (torch.float32,)) else torch.float32  # as others are
+        ways = {"another dtype": lambda t, dtype=wrong: t.to(dtype)}
         if not arg.dtypes and sum(not a.dtypes for a in drawn) > 1:
             ways["a mixed dtype"] = lambda t: t.to(torch.float16)
         if not spread:

@@ -244,7 +244,8 @@ class Contract:
                     self.refuse(values, self.needs)
                 device = device or t.device
                 dtype = dtype or (None if arg.dtypes else t.dtype)
-                fits = t.device == device and (t.dtype in arg.dtypes or (t.dtype == dtype and t.dtype in FLOATS))
+                alike = t.device == device and (bool(arg.dtypes) or t.dtype == dtype)
+                fits = alike and t.dtype in (arg.dtypes or FLOATS)
                 if not (fits and (arg.many or arg.bind(t, sizes)) and arg.lies_well(t)):
                     self.refuse(values, self.needs)
         for rule in self.rules:
