@@ -7,7 +7,7 @@ import torch
 
 from microllm import LLM, SamplingParams, load, ops
 from microllm.config import preset
-from microllm.errors import ConfigError
+from microllm.errors import ConfigError, OperatorError
 from microllm.inference import Engine, EngineConfig
 from microllm.inference.own_engine import is_plain
 from microllm.inference.quantised import QUANTISATIONS, QuantisedLinear, quantise, quantise_model
@@ -40,6 +40,26 @@ def test_codes_are_near_the_weights(kind):
     assert (off.abs() <= bound + 1e-6).all()
     assert (off[3] == 0).all()
     assert found.first(5).linear(torch.eye(96)).T.equal(found.linear(torch.eye(96)).T[:5])
+
+
+@pytest.mark.parametrize("kind", QUANTISATIONS)
+def test_tiny_weights_keep_scales_above_0_in_fp16(kind):
+    w = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).half()
+    w[3], w[4] = 0, w[4] * 1e-5
+    found = quantise(w, kind)
+    assert found.scale is not None
+    assert (found.scale > 0).all()
+    off = dequantised(found.weight, found.scale, found.minimum) - w.float()
+    step = {"int8": 1 / 254, "fp8": 1 / 16, "int4": 1 / 15}[kind] * w.float().abs().amax(dim=1, keepdim=True)
+    assert (off.abs() <= step + 6e-8).all()  # a step of fp16's smallest numbers
+
+
+@pytest.mark.parametrize("kind", QUANTISATIONS)
+def test_weights_that_are_no_number_are_refused(kind):
+    w = torch.ones(4, 64)
+    w[1, 2] = float("nan")
+    with pytest.raises(OperatorError, match="need finite scales above 0"):
+        quantise(w, kind)
 
 
 @pytest.mark.parametrize(("kind", "family"), list(zip(QUANTISATIONS, FAMILIES, strict=True)))

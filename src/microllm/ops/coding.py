@@ -40,7 +40,7 @@ def int4_ranges(w_NK: Tensor, group: int, importance_K: Tensor | None) -> tuple[
     weight = 1.0 if importance_K is None else importance_K.float().view(1, -1, group)
     low, high = groups.amin(2), groups.amax(2)
     middle, best = (low + high) / 2, torch.full_like(low, torch.inf)
-    scale, minimum = torch.empty_like(low), torch.empty_like(low)
+    scale, minimum = torch.full_like(low, torch.nan), torch.full_like(low, torch.nan)  # what NaN weights leave
     for shrink in _SHRINKS:
         step = _stored_up((high - low) * shrink / 15, w_NK.dtype).float()
         start = (middle - (high - low) * shrink / 2).to(w_NK.dtype).float()
@@ -54,6 +54,8 @@ def int4_ranges(w_NK: Tensor, group: int, importance_K: Tensor | None) -> tuple[
 
 def _stored_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return scales in the dtype that stores them, never rounded to less, never 0."""
-    stored = scale.clamp(min=1e-8).to(dtype)
-    up = stored.float() * (1 + torch.finfo(dtype).eps)
+    info = torch.finfo(dtype)
+    least = info.smallest_normal * info.eps  # the smallest number there is: of fp16 6e-8
+    stored = scale.clamp(min=max(1e-8, least)).to(dtype)
+    up = stored.float() + (stored.float() * info.eps).clamp(min=least)
     return torch.where(stored.float() < scale, up.to(dtype), stored)
