@@ -69,10 +69,19 @@ def test_who_meets_a_shape_first_is_cold(llm):
     assert colds == [{False}, {True}, {True}, {False}]
 
 
-@pytest.mark.parametrize("wrong", [{"buckets": (0,)}, {"buckets": (3,)}, {"lengths": (0,)}, {"lengths": (500,)}])
+@pytest.mark.parametrize(
+    "wrong", [{"buckets": (0,)}, {"buckets": (3,)}, {"lengths": (0,)}, {"lengths": (500,)}, {"buckets": 2},
+              {"buckets": "2"}, {"buckets": (1.5,)}, {"buckets": (True,)}, {"lengths": (None,)}],
+)  # fmt: skip
 def test_shapes_that_no_step_has_are_refused(llm, wrong):
-    with pytest.raises(ConfigError, match=f"got {next(iter(wrong))}=.*need numbers from 1 to"):
+    with pytest.raises(ConfigError, match=f"got {next(iter(wrong))}=.*need a list of whole numbers from 1 to"):
         with_bursts(llm, max_rows=2).prewarm(**wrong)
+
+
+def test_empty_lists_ask_for_no_shape(llm):
+    engine = with_bursts(llm, max_rows=2)
+    assert engine.prewarm(buckets=(), lengths=()).shapes == ()
+    assert {shape.kind for shape in engine.prewarm(buckets=[], lengths=[4]).shapes} == {"prompt"}
 
 
 def test_a_cpu_has_nothing_to_make(plain):

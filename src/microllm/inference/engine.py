@@ -25,7 +25,7 @@ from microllm.inference.graph_runner import BURST_STEPS, GraphRunner, padded_wid
 from microllm.inference.placement import PACKED_PRECISIONS
 from microllm.inference.plan import Plan
 from microllm.inference.prewarm import PrewarmReport
-from microllm.inference.prompts import Prompt, as_batch, checked_params, one_choice
+from microllm.inference.prompts import Prompt, as_batch, checked_params, is_list, one_choice
 from microllm.inference.quantised import QuantisedLinear
 from microllm.inference.request import Request
 from microllm.inference.runner import ModelRunner
@@ -95,17 +95,19 @@ class Engine:
     def prewarm(self, buckets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> PrewarmReport:
         """Capture and compile, before requests come, what runs ``buckets`` of decoding rows and prompts of ``lengths``.
 
-        None: any number of rows, and chunks of a prompt of any length. What is there already is left as it is; a CPU
-        has nothing to make. A request that meets a shape which is not ready makes it, and is ``cold``.
+        None: any number of rows, and chunks of a prompt of any length; an empty list: none. What is there already is
+        left as it is; a CPU has nothing to make. A request that meets a shape which is not ready makes it, and is
+        ``cold``.
 
         Raises:
-            ConfigError: a number below 1, rows beyond ``max_rows``, or a prompt longer than a step.
+            ConfigError: no list of whole numbers, one below 1, rows beyond ``max_rows``, a prompt longer than a step.
         """
         most, longest = self.config.num_rows, min(self.config.step_tokens, self.context)
         lengths = [padded_width(n) for n in range(1, longest + 1)] if lengths is None else lengths
-        for name, values, limit in (("buckets", buckets or (), most), ("lengths", lengths, padded_width(longest))):
-            if any(not 1 <= value <= limit for value in values):
-                raise ConfigError(f"got {name}={list(values)}; need numbers from 1 to {limit}")
+        given = () if buckets is None else buckets
+        for name, values, limit in (("buckets", given, most), ("lengths", lengths, padded_width(longest))):
+            if not is_list(values) or any(type(value) is not int or not 1 <= value <= limit for value in values):
+                raise ConfigError(f"got {name}={values!r}; need a list of whole numbers from 1 to {limit}")
         num_tokens = None if self._bursts is None else self._bursts.num_tokens
         with self.lock:
             return PrewarmReport(tuple(self._runner.prewarm(buckets, lengths, num_tokens)))

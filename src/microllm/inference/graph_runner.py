@@ -120,7 +120,7 @@ class GraphRunner:
         ``num_tokens`` of the vocabulary are chosen from in bursts, None where there are none.
         """
         made: list[WarmedShape] = []
-        for num_rows in sorted({bucket(n) for n in buckets or range(1, self._num_slots + 1)}):
+        for num_rows in sorted({bucket(n) for n in (range(1, self._num_slots + 1) if buckets is None else buckets)}):
             for width in sorted({1, 1 + self._max_drafts}):
                 made += self._made("decode", num_rows, width, lambda n=num_rows, t=width: self._pass(n, t, -1))
             for choosing in _CHOOSING if num_tokens else ():
