@@ -9,6 +9,7 @@ import torch
 from microllm import ops
 from microllm.cli import main
 from microllm.config import preset
+from microllm.errors import ConfigError
 from microllm.evidence.environment import read_device_name
 from microllm.evidence.rows import read_rows
 from microllm.lab import bench_ops
@@ -108,6 +109,12 @@ def test_operands_rotate_through_more_than_the_caches_hold():
     assert len(sets) == 4
     assert len({values[1].data_ptr() for values, _ in sets}) == 4
     assert all(torch.equal(values[1], sets[0][0][1]) for values, _ in sets)
+
+
+@pytest.mark.parametrize("wrong", [{"op": ("nonsense",)}, {"model": ()}, {"decode_rows": (0,), "op": ("argmax",)}])
+def test_a_run_of_nothing_is_refused(wrong):
+    with pytest.raises(ConfigError, match="need operators with a case, and rows from 1"):
+        bench_ops.measure_ops(replace(SHORT, **wrong))
 
 
 def test_the_command_prints_rows(capsys):

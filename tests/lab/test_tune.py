@@ -578,6 +578,16 @@ def test_groups_of_codes_are_gated_beside_one_scale_a_row():
     sizes = tune_config.parse_shape("M8 K128 N32", row)
     bench = Workbench(Subject(op="linear_int8", sizes=(sizes,), dtype=torch.float32, device="cpu"), 1)
     assert [(each["M"], each["U"]) for each in bench._gated()] == [(2, 1), (5, 1), (8, 1), (8, 2)]
-    with pytest.raises(ConfigError, match="got shape"):
-        tune_config.parse_shape("M8 N32", row)
+    for text in (
+        "M8 N32",
+        "M8 K128 N32 N64",
+        "M8 K\u00b2 N32",
+        "M8 K-1 N32",
+        "M8 K N32",
+        "M8 K1,2 N32",
+        "m8 K8 N32",
+        "",
+    ):
+        with pytest.raises(ConfigError, match="got shape"):
+            tune_config.parse_shape(text, row)
     assert tune_subjects.columns(tune_config.parse_shape("M8 J64 N32 U2", ops.CONTRACTS["linear_int4"])) == 128

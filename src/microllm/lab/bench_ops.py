@@ -23,7 +23,7 @@ from torch import Tensor
 
 from microllm import ops
 from microllm.config import ModelConfig, preset
-from microllm.errors import EvidenceError, OperatorError
+from microllm.errors import ConfigError, EvidenceError, OperatorError
 from microllm.evidence.environment import capture_environment, read_device_name
 from microllm.evidence.rows import Row, environment_fields, read_rows, write_row
 from microllm.evidence.timing import Action, RoundClock
@@ -146,11 +146,21 @@ def _training_sizes(m: ModelConfig, rows: int) -> Iterator[tuple[str, str, Sizes
 
 
 def measure_ops(config: OpsConfig, progress: Callable[[str], None] = lambda text: None) -> list[Row]:
-    """Measure every case, write the rows to ``config.out`` if it is given, and return them."""
+    """Measure every case, write the rows to ``config.out`` if it is given, and return them.
+
+    Raises:
+        ConfigError: fewer rows than one, or no case at all.
+    """
+    found = list(cases_of(config))
+    if not found or min(case.rows for case in found) < 1:
+        raise ConfigError(
+            f"got operators {config.op}, models {config.model}, rows {config.decode_rows} and {config.training_rows}; "
+            "need operators with a case, and rows from 1"
+        )
     environment = environment_fields(capture_environment(config.device))
     limits, clock = _limits(config), RoundClock(config.device)
     rows = []
-    for case in cases_of(config):
+    for case in found:
         progress(case.workload)
         row = Row.model_validate(environment | _measure(case, config, limits, clock))
         rows.append(write_row(config.out, row) if config.out else row)

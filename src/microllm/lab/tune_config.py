@@ -133,15 +133,15 @@ def parse_shape(text: str, row: Contract) -> Sizes:
     Raises:
         ConfigError: they are not the operator's letters, or a call of these sizes is not one that it takes.
     """
-    given = dict(cases(text)[0])
+    words = text.split()
+    clean = all(word[:1].isalpha() and word[1:].isdecimal() and word.isascii() for word in words)
+    given = dict(cases(text)[0]) if clean else {}
     lead = row.args[0].forms[0][0][0] == "..."
     filled = {"U": 1} if row.name in ("linear_int8", "linear_fp8") else {"T": 1} if row.name == ATTENTION else {}
     letters = sorted({letter for arg in row.args if arg.draw for letter, _ in arg.forms[0]} - {"P"})
     letters = ["M" if letter == "..." else letter for letter in letters]  # M, or any leading axes
     sizes = {**filled, **given}
-    words = text.split()
-    clean = len(words) == len(given) and all(word[:1] in letters and word[1:].isdigit() for word in words)
-    if not clean or sorted(sizes) != sorted(letters) or not all(isinstance(n, int) and n > 0 for n in sizes.values()):
+    if len(words) != len(given) or sorted(sizes) != sorted(letters) or min(sizes.values(), default=0) < 1:
         raise ConfigError(
             f"got shape {text!r} for {row.name}; need {' '.join(letters)}, each with a number from 1, as in "
             f"{' '.join(f'{letter}64' for letter in letters)!r}"
