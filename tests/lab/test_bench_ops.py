@@ -38,8 +38,9 @@ def test_every_case_has_a_row_with_a_figure_and_a_peer(tmp_path):
     assert {row.workload.split()[0] for row in rows} == set(names)
     assert [(row.parity, row.status, row.unit) for row in rows] == [("pass", "pass", "TB/s")] * len(rows)
     assert all(row.ours and row.peer and row.peer_name == "torch eager" for row in rows)
-    for case, row in zip(cases_of(config), rows, strict=True):  # copying is measured here, reading by bench roofline
-        assert (row.limit is not None) == bench_ops.writes_much(ops.CONTRACTS[case.op], case.sizes, config.dtype)
+    assert all(row.limit is None for row in rows)  # bench roofline has not been here
+    for case, row in zip(cases_of(config), rows, strict=True):
+        assert bool(row.figures) == bench_ops.writes_much(ops.CONTRACTS[case.op], case.sizes, config.dtype)
     assert read_rows(config.out) == rows
 
 

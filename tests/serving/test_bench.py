@@ -9,7 +9,7 @@ from microllm.errors import ConfigError
 from microllm.evidence.rows import read_rows
 from microllm.inference import Engine, EngineConfig, load
 from microllm.lab.bench_serve import ServeBenchConfig
-from microllm.lab.load import LoadShape, make_load, run_in_engine, run_over_http
+from microllm.lab.load import Answer, LoadShape, _parse, make_load, run_in_engine, run_over_http
 
 
 def test_a_load_is_its_seeds():
@@ -67,3 +67,18 @@ def test_what_cannot_be_measured_is_refused():
     for change in ({"suite": ()}, {"concurrency": (0,)}, {"scale": 0.0}, {"rate": -1.0}, {"num_requests": 0}):
         with pytest.raises(ConfigError, match="need"):
             ServeBenchConfig(**change)
+
+
+def test_events_that_one_read_brought_are_one_piece():
+    def event(content):
+        return b"data: " + json.dumps(content).encode() + b"\n\n"
+
+    def token(text):
+        return event({"choices": [{"text": text}]})
+
+    reads = [(0.1, b"HTTP/1.1 200 OK\r\n\r\n" + token("a") + token("b")), (0.3, token("c") + token("d")[:9])]
+    reads.append((0.6, token("d")[9:] + event({"choices": [], "usage": {"completion_tokens": 4}})))
+    answer = Answer()
+    _parse(answer, reads)
+    assert (answer.text, answer.num_tokens, answer.piece_s) == ("abcd", 4, [0.1, 0.3, 0.6])
+    assert answer.gaps_s == pytest.approx([0.2, 0.3])

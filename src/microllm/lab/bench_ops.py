@@ -4,8 +4,8 @@ Place: ``microllm bench ops``; one row a case. Operands rotate through sets that
 case is first held against the reference, and one whose rate is above the device's published peak has no figure. On a
 CPU nothing is captured: that form is for tests.
 
-Numbers: the work is the contract's, bytes or FLOPs, whichever takes longer at the limits of ``bench roofline``; what
-         writes much is held against ``copy_`` of as many bytes, timed in the same run
+Numbers: the work is the contract's, bytes or FLOPs, whichever takes longer at the limits of ``bench roofline``; a row
+         of what writes much also has the rate of ``copy_`` of as many bytes, timed in the same run
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _measure(case: Case, config: OpsConfig, limits: Limits, clock: RoundClock) -
     try:
         if writes_much(row, case.sizes, config.dtype) and unit == "TB/s":
             seconds = _copy_seconds(round(1e12 * amount), clock, config)
-            fields["limit"] = amount / seconds if seconds else limit
+            fields["figures"] = {"copy_ of as many bytes TB/s": amount / seconds} if seconds else None
         sets = _sets(row, case.sizes, config)
         level = choose(row, sets[0][0]).level
         fields["workload"] += f" ({level})"
@@ -229,16 +229,21 @@ def writes_much(row: Contract, sizes: Sizes, dtype: str) -> bool:
 
 def _copy_seconds(num_bytes: int, clock: RoundClock, config: OpsConfig) -> float | None:
     """Return the time of ``copy_`` that moves as many bytes, half of them read and half written."""
-    size = max(1, num_bytes // 2)
+    size = -(-num_bytes // 1024) * 512  # memory begins at whole lines
     count = min(64, max(1, math.ceil(config.rotate_mib * MIB / num_bytes)))
-    pairs = [torch.zeros(2, size, dtype=torch.uint8, device=config.device).unbind() for _ in range(count)]
+    buffers = [torch.zeros(size, dtype=torch.uint8, device=config.device) for _ in range(2 * count)]
+    pairs = zip(buffers[:count], buffers[count:], strict=True)
     return _seconds(clock, config, [lambda to=to, of=of: to.copy_(of) for to, of in pairs])
 
 
 def _sets(row: Contract, sizes: Sizes, config: OpsConfig) -> list[tuple[list[Any], tuple[Tensor, ...]]]:
     """Return sets of operands and results, drawn once and copied until they are larger than the caches."""
     values = list(row.example(sizes, TORCH_DTYPES[config.dtype], device=config.device).values())
-    values[: len(row.args)] = [_fresh(v) for v in values[: len(row.args)]]
+    shrinks = min(1.0, (64 / sizes.get("K", 2 * sizes.get("J", 32))) ** 0.5)  # the contract's scales are for short rows
+    values[: len(row.args)] = [
+        v * shrinks if arg.name in ("scale", "minimum") and v is not None else _fresh(v)
+        for arg, v in zip(row.args, values, strict=False)
+    ]
     if row.name == "attention_decode":
         values[4].fill_(sizes["N"] * sizes["S"] - 1)  # every row sees all of its pages
         values[6] = 0  # splits that follow the load, as an engine's

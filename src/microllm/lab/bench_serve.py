@@ -175,8 +175,8 @@ def rows_of(run: Run, environment: Environment) -> list[Row]:
         ),
         Row(
             workload=f"{run.suite}, {level}: p99 between pieces", unit="ms",
-            ours=run.served.gap_ms[2] if passes else None, peer_name=f"{MAX_UNEVEN:g} x the median",
-            peer=MAX_UNEVEN * run.served.gap_ms[0], **fields,
+            ours=(run.served.gap_ms[2] or None) if passes else None, peer_name=f"{MAX_UNEVEN:g} x the median",
+            peer=MAX_UNEVEN * run.served.gap_ms[0] or None, **fields,
         ),
     ]  # fmt: skip
 

@@ -161,7 +161,8 @@ def _parse(answer: Answer, reads: Sequence[tuple[float, bytes]]) -> None:
                 answer.error = event["error"]["message"]
             elif event["choices"]:
                 texts.append(event["choices"][0]["text"])
-                answer.piece_s.append(when)
+                if not answer.piece_s or answer.piece_s[-1] < when:  # what one read brought is one piece
+                    answer.piece_s.append(when)
             else:
                 answer.num_tokens = event["usage"]["completion_tokens"]
     answer.text = "".join(texts)
