@@ -13,6 +13,7 @@ S256 for the throughput run of 256 sequences.
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from microllm.evidence.rows import read_rows, rows_table
@@ -32,6 +33,9 @@ def main() -> None:
     args = parser.parse_args()
     for run in args.runs:
         model, batches, tokens, *flags = run.split(":")
+        unknown = [f for f in flags if f not in ("peer", "B", *QUANTISATIONS) and not re.fullmatch(r"S\d+", f)]
+        if unknown:
+            parser.error(f"got {', '.join(unknown)} in {run}; need peer, B, S and a number, {', '.join(QUANTISATIONS)}")
         config = EngineBenchConfig(
             model=model, batch=tuple(map(int, batches.split(","))), tokens=tuple(map(int, tokens.split(","))),
             peer="peer" in flags, deterministic="B" in flags,

@@ -108,9 +108,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--quick", action="store_true", help="short rounds: a first look, not a record")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="sequences that decode at once")
-    parser.add_argument(
-        "--no-checks", action="store_true", help="only time"
-    )
+    parser.add_argument("--no-checks", action="store_true", help="only time")
     parser.add_argument("--no-peer", action="store_true", help="leave out transformers' own compiled generation")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
