@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from microllm import ops
 from microllm.cli import main
-from microllm.errors import ConfigError, EvidenceError, OperatorError
+from microllm.errors import ConfigError, EvidenceError, OperatorError, UnavailableError
 from microllm.evidence.timing import PairedTiming, Round
 from microllm.lab import tune as tuner
 from microllm.lab import tune_config, tune_subjects
@@ -591,3 +591,9 @@ def test_groups_of_codes_are_gated_beside_one_scale_a_row():
         with pytest.raises(ConfigError, match="got shape"):
             tune_config.parse_shape(text, row)
     assert tune_subjects.columns(tune_config.parse_shape("M8 J64 N32 U2", ops.CONTRACTS["linear_int4"])) == 128
+
+
+def test_operands_that_no_memory_holds_are_refused():
+    subject = Subject(op="linear", sizes=({"...": (1,), "K": 1 << 44, "N": 64},), dtype=torch.float32, device="cpu")
+    with pytest.raises(UnavailableError, match="whose operands cpu does not hold"):
+        Workbench(subject, 1)

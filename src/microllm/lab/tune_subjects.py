@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from microllm import ops
-from microllm.errors import EvidenceError
+from microllm.errors import EvidenceError, UnavailableError
 from microllm.evidence.timing import Action
 from microllm.lab import bench_ops
 from microllm.lab.tune_config import ATTENTION
@@ -182,10 +182,22 @@ class Workbench:
     """A subject's calls: held to the contract by ``gate``, made ready to be timed by ``arms``."""
 
     def __init__(self, subject: Subject, rotate_mib: int) -> None:
+        """Draw the operands.
+
+        Raises:
+            UnavailableError: there is no memory for them.
+        """
         self.subject = subject
         dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[subject.dtype]
         config = bench_ops.OpsConfig(device=subject.device, dtype=dtype, rotate_mib=rotate_mib)
-        self._sets = [bench_ops._sets(subject.row, sizes, config) for sizes in subject.sizes]
+        try:
+            self._sets = [bench_ops._sets(subject.row, sizes, config) for sizes in subject.sizes]
+        except (RuntimeError, OverflowError) as error:
+            line = (str(error).splitlines() or [""])[0][:120]
+            raise UnavailableError(
+                f"got {subject.row.name} {subject.sizes[0]}, whose operands {subject.device} does not hold ({line}); "
+                "need smaller sizes; take a matrix of a model"
+            ) from error
         self._standing: list[Action] | None = None
 
     def warm(self) -> None:
