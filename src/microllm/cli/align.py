@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -12,7 +13,17 @@ from microllm.lab.align import AlignConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Align:
-    """Compare every layer, the logits and greedy tokens with transformers; exit 1 past the gate."""
+    """Compare every layer, the logits and greedy tokens with transformers; exit 1 past the gate.
+
+    Where bf16 chooses another token, find which projections are enough for it, by name:
+
+    microllm align --model DIRECTORY --bisect precision
+
+    microllm align --model DIRECTORY --bisect precision --limit 0.01
+
+    The first bisects by a token, the second by the logits' error. Either prints the set, the number of runs and their
+    bound; exit 1 where the bound came before the set was known to be minimal.
+    """
 
     config: AlignConfig = field(default_factory=AlignConfig)
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -22,6 +33,8 @@ class Align:
         """Print the verdict; 0 when everything is within its limit."""
         from microllm.lab.align import run_align
 
+        if self.config.bisect is not None:
+            return self._run_bisect()
         if self.config.train:
             return self._run_train()
         report = run_align(self.config)
@@ -49,3 +62,10 @@ class Align:
             if report.negligible:
                 print(f"negligible gradients, not judged: {', '.join(report.negligible)}")
         return 0 if report.passed else 1
+
+    def _run_bisect(self) -> int:
+        from microllm.lab.align_bisect import run_align_bisect
+
+        report = run_align_bisect(self.config, lambda text: print(text, file=sys.stderr, flush=True))
+        print(report.model_dump_json() if self.as_json else report.verdict)
+        return 0 if report.minimal else 1

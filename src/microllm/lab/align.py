@@ -66,13 +66,18 @@ class AlignConfig:
         num_greedy: How many greedy tokens to compare after them.
         dtype: bf16 is judged by the error of transformers' own bf16 against its fp32.
         mode: free: errors run on from layer to layer; teacher: each block gets the reference's input.
-        perturb: Change one weight of this matrix of ours in memory (layers.7.mlp.up_proj): it must be found.
+        perturb: Change one weight of this matrix of ours in memory (layers.7.mlp.up_proj), or of each of several with
+            commas between: it must be found.
         quick: fp32, free run, 32 tokens, 8 greedy.
         epsilon: In bf16 another token is accepted where fp32's top-2 margin is smaller, in logits.
         attention: Which attention transformers uses.
         device: Where both models run.
         output: Directory for report.json, report.md, layers.png and manifest.json.
         train: Compare three training steps in fp32 instead: loss, gradients, moments, parameters (train.json).
+        bisect: precision: find a minimal set of projections that in bf16, the rest in fp32, fail (bisect.json).
+        position: Bisect by the token chosen after this place (default: the first where all of them in bf16 differ).
+        limit: Bisect by the relative L2 error of all logits above this, instead of by a token.
+        max_runs: Stop bisecting after so many runs, with the set that is left.
     """
 
     model: str = "demo"
@@ -89,6 +94,10 @@ class AlignConfig:
     device: str = "cpu"
     output: Path | None = None
     train: bool = False
+    bisect: Literal["precision"] | None = None
+    position: int | None = None
+    limit: float | None = None
+    max_runs: int = 500
 
     @property
     def dtypes(self) -> tuple[Dtype, ...]:
@@ -216,7 +225,7 @@ class _Work:
             self._compare_greedy(model, dtype)
 
     def _record_reference(self, model: Transformer) -> None:
-        _require_matched(model, self.twin)
+        require_matched(model, self.twin)
         self.num_layers = model.config.num_hidden_layers
         num_tokens, most = self.ids_BT.shape[1] + self._num_greedy, model.config.max_position_embeddings
         low, high = int(self.ids_BT.min()), int(self.ids_BT.max())
@@ -256,20 +265,23 @@ class _Work:
         )
 
 
-def perturb_weight(model: Transformer, site: str) -> str:
-    """Turn the sign of the largest weight of the matrix at ``site``, in memory, and return what was done.
+def perturb_weight(model: Transformer, sites: str) -> str:
+    """Turn the sign of the largest weight of the matrix at each site, in memory, and return what was done.
 
     Raises:
         ConfigError: the model has no such matrix.
     """
     matrices = {name.removesuffix(".weight"): p for name, p in model.named_parameters() if p.dim() == 2}
-    if site not in matrices:
-        near = difflib.get_close_matches(site, matrices, n=3)
-        raise ConfigError(f"got perturb={site!r}; need a matrix of the model, such as {', '.join(near or matrices)}")
-    weight = matrices[site].data
-    at = tuple(int(i) for i in torch.unravel_index(weight.abs().argmax(), weight.shape))
-    weight[at] *= -1
-    return f"{site}.weight{list(at)}: {-weight[at].item():.4g} became {weight[at].item():.4g}"
+    done = []
+    for site in sites.split(","):
+        if site not in matrices:
+            near = ", ".join(difflib.get_close_matches(site, matrices, n=3) or matrices)
+            raise ConfigError(f"got perturb={site!r}; need a matrix of the model, such as {near}")
+        weight = matrices[site].data
+        at = tuple(int(i) for i in torch.unravel_index(weight.abs().argmax(), weight.shape))
+        weight[at] *= -1
+        done.append(f"{site}.weight{list(at)}: {-weight[at].item():.4g} became {weight[at].item():.4g}")
+    return "; ".join(done)
 
 
 def token_ids(config: AlignConfig, source: ModelSource) -> list[int]:
@@ -291,7 +303,7 @@ def token_ids(config: AlignConfig, source: ModelSource) -> list[int]:
     return ids[:wanted]
 
 
-def _require_matched(model: Transformer, twin: nn.Module) -> None:
+def require_matched(model: Transformer, twin: nn.Module) -> None:
     """Refuse a twin with other parameters, or one that is not in fp32: its work would not be ours."""
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     ours = {name: (tuple(p.shape), torch.float32) for name, p in model.named_parameters()}
