@@ -78,6 +78,7 @@ class AlignConfig:
         position: Bisect by the token chosen after this place (default: the first where all of them in bf16 differ).
         limit: Bisect by the relative L2 error of all logits above this, instead of by a token.
         max_runs: Stop bisecting after so many runs, with the set that is left.
+        attribute: Round this side of each projection to bf16, multiply in fp32, and list the errors (attribute.json).
     """
 
     model: str = "demo"
@@ -98,6 +99,7 @@ class AlignConfig:
     position: int | None = None
     limit: float | None = None
     max_runs: int = 500
+    attribute: Literal["weights", "activations", "both"] | None = None
 
     @property
     def dtypes(self) -> tuple[Dtype, ...]:
