@@ -32,6 +32,8 @@ from microllm.evidence.statistics import summarise
 MIN_ROUND_S = 0.02
 MIN_ARM_S = 1.0  # of one arm's rounds together, where a timing may decide
 MAX_DROPPED = 0.2  # share of pairs
+MAX_TRAILING_CPUS = 0.5
+SETTLE_S, TRAIL_S = 0.02, 0.04  # after the last call: until pools of threads sleep, and while they are watched
 Action = Callable[[], object]
 
 _host_ns = time.perf_counter_ns  # bound here: a timed callable that patches time changes nothing
@@ -95,7 +97,8 @@ class Round:
 class PairedTiming:
     """The raw rounds of one process and what follows from them.
 
-    Units:   d = ln(t_baseline / t_candidate) per pair; positive: the candidate is faster
+    Units:   d = ln(t_baseline / t_candidate) per pair; positive: the candidate is faster; ``trailing_cpus`` in cores
+             that this process's own threads kept busy once the last call had returned
     """
 
     device: str
@@ -104,6 +107,7 @@ class PairedTiming:
     control_rounds: tuple[Round, ...]
     foreign_cpus: float | None
     notes: tuple[str, ...] = ()
+    trailing_cpus: float = 0.0
 
     def __post_init__(self) -> None:
         for rounds in (self.rounds, self.control_rounds):
@@ -156,6 +160,10 @@ class PairedTiming:
     def problems(self) -> tuple[str, ...]:
         """Return why this timing may not be believed, in words; empty if it may."""
         found = list(cpu_problems(self.foreign_cpus)) if torch.device(self.device).type == "cpu" else []
+        if self.trailing_cpus > MAX_TRAILING_CPUS:
+            found.append(
+                f"own threads kept {self.trailing_cpus:.2f} cores busy after the last call: work was not timed"
+            )
         kinds = (("pairs", self.rounds, self.pairs), ("control pairs", self.control_rounds, self.control))
         for name, rounds, kept in kinds:
             total, dropped = len(rounds) // 2, len(rounds) // 2 - len(kept)
@@ -195,6 +203,16 @@ class RoundClock:
         """Wait for the device, if there is one to wait for."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def trailing_cpus(self, action: Action, repetitions: int) -> float:
+        """Return how many cores this process keeps busy after a round that has ended; a GPU was waited for."""
+        if self.device.type == "cuda":
+            return 0.0
+        self.time(action, repetitions)
+        time.sleep(SETTLE_S)
+        busy, started = time.process_time(), _host_ns()
+        time.sleep(TRAIL_S)
+        return (time.process_time() - busy) / ((_host_ns() - started) / 1e9)
 
     def calibrate(self, actions: Sequence[Action], round_s: float) -> int:
         """Return how many calls of the quickest of ``actions`` fill ``round_s`` with a tenth to spare."""
@@ -256,10 +274,11 @@ def time_pairs(
         control_rounds = clock.run({"A": baseline, "B": twin}, order, repetitions, config.round_s)
         order = draw_order(config.pairs, config.seed)
         rounds = clock.run({"A": baseline, "B": candidate}, order, repetitions, config.round_s)
+        foreign_cpus, trailing_cpus = meter.foreign_cpus(), clock.trailing_cpus(candidate, repetitions)
     finally:
         if was_enabled:
             gc.enable()
     return PairedTiming(
-        device=device, config=config, rounds=rounds, control_rounds=control_rounds, foreign_cpus=meter.foreign_cpus(),
-        notes=(clock.gpu.note,) if clock.gpu.note else (),
+        device=device, config=config, rounds=rounds, control_rounds=control_rounds, foreign_cpus=foreign_cpus,
+        trailing_cpus=trailing_cpus, notes=(clock.gpu.note,) if clock.gpu.note else (),
     )  # fmt: skip
