@@ -157,7 +157,8 @@ MAX_PARAMETERS = 8  # self and cls not counted; operators and kernels excepted
 # inference +400, lab +270: shapes made ready ahead, generation on the engine, quantised weights there; the matrix.
 # ops +250, inference +80, model +20: the fused linears over codes, and engines of them.
 # lab +260: align's bisection (which projections in bf16 are enough to fail) and attribution (which operand loses).
-PACKAGE_BUDGET = 28_720
+# lab +60: faults that look fast and that no metric sees.
+PACKAGE_BUDGET = 28_780
 ROOM_BUDGET: dict[str, int] = {
     "errors": 35,
     "config": 175,
@@ -171,7 +172,7 @@ ROOM_BUDGET: dict[str, int] = {
     "inference": 2780,
     "training": 1800,
     "serving": 1800,
-    "lab": 5_810,
+    "lab": 5_870,
     "cli": 1040,
     "__init__": 15,
     "__main__": 5,

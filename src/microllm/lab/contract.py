@@ -26,6 +26,9 @@ from microllm.evidence.verdict import Rule
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=10)]
 Entry = Annotated[str, Field(pattern=r"^([\w-]+\.py|\w+(\.\w+)*):\w+$")]
 Output = Tensor | Sequence[Tensor]
+RELATIVE_L2 = {"float32": 1e-4, "fp32": 1e-4, "float16": 0.015, "bfloat16": 0.015, "fp16": 0.015, "bf16": 0.015}
+"""Most relative L2 error of values by the track's dtype (another dtype: 0.05): between its rounding and the next one's,
+so that a candidate which computes in less than it says has no verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,8 @@ class Workload(Record):
 class Contract(Record):
     """An experiment's promise. ``kind="baseline"`` starts a track from the peer ratios of ``score_targets``' rows.
 
-    ``gate`` and ``floors`` say what correctness is (no floors: the kind's own pass band, and for values a relative
-    L2 of 5 %, for a cosine does not see a factor); ``broken`` plants a fault.
+    ``gate`` and ``floors`` say what correctness is (no floors: the kind's own pass band, and for values the relative
+    L2 of ``RELATIVE_L2``, for a cosine sees neither a factor nor a lower precision); ``broken`` plants a fault.
     ``memory_trade`` says why peak memory may rise to ``memory_limit`` of the baseline's.
     Units:   ``predicted_effect`` and ``min_effect`` in natural logarithms of the ratio of times (0.01 = 1 % faster)
     """
@@ -122,7 +125,8 @@ class Contract(Record):
     def limits(self) -> dict[str, float]:
         """Return the floors that the gate refuses by."""
         own = {JUDGED[self.gate]: BANDS[JUDGED[self.gate]][0]}
-        return self.floors or (own | {"relative_l2": 0.05} if self.gate == "values" else own)
+        most = RELATIVE_L2.get(self.track.dtype, 0.05)
+        return self.floors or (own | {"relative_l2": most} if self.gate == "values" else own)
 
     @property
     def rule(self) -> Rule:

@@ -25,7 +25,8 @@ from microllm.evidence.memory_ledger import memory_ledger
 from microllm.evidence.preflight import check_machine
 from microllm.evidence.receipt import now_utc
 from microllm.evidence.timing import time_pairs
-from microllm.lab.contract import Build, Case, Contract, Output, load_entry, read_contract
+from microllm.lab.contract import Build, Case, Contract, load_entry, read_contract
+from microllm.lab.suspicion import find_faults, joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,9 @@ def check(task: Task, contract: Contract) -> dict[str, Any]:
             contract.gate, host=_output(baseline, case), candidate=_second_output(candidate, case),
             broken=_output(broken, wrong), floors=contract.limits,
         )  # fmt: skip
-        found = {**report.model_dump(mode="json"), "passed": report.passed, "reasons": list(report.reasons)}
+        faults = find_faults(candidate, case, contract.case(workload, seed + 1), _output(baseline, case)())
+        reasons = [*report.reasons, *faults]
+        found = {**report.model_dump(mode="json"), "passed": report.passed and not faults, "reasons": reasons}
         reports.setdefault(workload.name, []).append(found)
     environment = capture_environment(contract.device, seed=task.seeds[0], repository=directory)
     return {"reports": reports, "environment": asdict(environment)}
@@ -78,7 +81,7 @@ def measure(task: Task, contract: Contract) -> dict[str, Any]:
             time.sleep(2.0)
         config = contract.timing(case.seed, quick=task.quick)
         timing = time_pairs(arms[0], arms[1], control=arms[2], device=contract.device, config=config)
-        metrics = gate_metrics(contract.gate, _joined(arms[1]()), _joined(arms[0]()))
+        metrics = gate_metrics(contract.gate, joined(arms[1]()), joined(arms[0]()))
         del arms
         rows.append({
             "workload": workload.name, "seed": case.seed, "started": started, "pid": os.getpid(),
@@ -110,7 +113,7 @@ def _arms(directory: Path, contract: Contract) -> tuple[Build, Build]:
 
 def _output(build: Build, case: Case) -> Callable[[], Tensor]:
     action = build(case)
-    return lambda: _joined(action())
+    return lambda: joined(action())
 
 
 def _second_output(build: Build, case: Case) -> Callable[[], Tensor]:
@@ -122,13 +125,9 @@ def _second_output(build: Build, case: Case) -> Callable[[], Tensor]:
         with torch.inference_mode():
             for part in (first,) if isinstance(first, Tensor) else first:
                 part.fill_(torch.nan if part.is_floating_point() else 0)
-        return _joined(action())
+        return joined(action())
 
     return again
-
-
-def _joined(output: Output) -> Tensor:
-    return output if isinstance(output, Tensor) else torch.cat([part.reshape(-1) for part in output])
 
 
 def _peak_bytes(build: Build, case: Case) -> int:
