@@ -25,7 +25,7 @@ from microllm.evidence.gates import Kind
 from microllm.evidence.journal import exclusive, write_atomic
 from microllm.evidence.receipt import append_receipt, now_utc
 from microllm.evidence.replicates import Replicate, run_replicate
-from microllm.evidence.rows import latest_rows, read_rows
+from microllm.evidence.rows import Row, latest_rows, read_rows
 from microllm.evidence.timing import FULL
 from microllm.evidence.verdict import CONFIRMATION_GAP_S
 from microllm.lab.contract import Contract, read_contract
@@ -252,13 +252,19 @@ def _check_may_run(judgement: Judgement, sessions: list[Session], records: Recor
 
 
 def _run_baseline(root: Path, directory: Path, contract: Contract) -> Judgement:
-    """Seal the peer ratios that the track starts from: the latest passing rows of its targets on its device."""
+    """Seal the peer ratios that the track starts from: the latest passing rows of its targets on its device.
+
+    A workload with several forms of peers counts once, beside the quickest of them.
+    """
     rows = read_rows(root / "rows") if (root / "rows").exists() else []
     track = contract.track
     fitting = [row for row in rows if row.device == track.device_name and row.dtype == track.dtype]
     chosen = [row for row in latest_rows(fitting) if row.target in contract.score_targets and row.status == "pass"]
-    ratios = {row.digest: row.ratio_peer for row in chosen if row.ratio_peer is not None}
-    missing = set(contract.score_targets) - {row.target for row in chosen if row.digest in ratios}
+    hardest: dict[tuple[str, str], Row] = {}
+    for row in sorted((row for row in chosen if row.ratio_peer is not None), key=lambda row: row.ratio_peer or 0.0):
+        hardest.setdefault((row.target, row.workload), row)
+    ratios = {row.digest: row.ratio_peer for row in hardest.values()}
+    missing = set(contract.score_targets) - {row.target for row in hardest.values()}
     if missing:
         raise EvidenceError(
             f"got no passing row against a peer for {sorted(missing)} on this track; run: microllm bench"
