@@ -101,7 +101,7 @@ def test_an_input_that_wears_away(root):
 
 
 def test_work_in_a_thread_is_seen_when_the_calls_are_over():
-    x, short = torch.randn(160, 160), replace(QUICK, pairs=2, control_pairs=0, warmup_s=0.0)
+    x, short = torch.randn(128, 128), replace(QUICK, pairs=2, control_pairs=0, warmup_s=0.0)
 
     def work():
         return x @ x
@@ -198,6 +198,21 @@ def test_an_attached_arm_that_fell_back_has_no_speed():
     fields = environment_fields(capture_environment("cpu")) | {"dtype": "float32"}
     row = bench_attach._row("A1", "decode", arm, "nothing attached", timed, fields)
     assert (row.ours, row.parity, row.status) == (None, why, "precision_mismatch")
+
+
+def test_an_attached_prompt_of_other_logits_has_no_speed():
+    logits = [torch.ones(4)]
+    site = SimpleNamespace(install=lambda: logits[0].fill_(-1), remove=lambda: logits[0].fill_(1))
+    ledger = SimpleNamespace(calls=9, replays=0, by_band=0, fallbacks=0, restored=0)
+    plan: Any = SimpleNamespace(
+        seats=[SimpleNamespace(structure=name, ledger=ledger) for name in bench_attach.REQUIRED],
+        build=SimpleNamespace(attachment=SimpleNamespace(sites=[site])), activate=int, detach=int,
+    )  # fmt: skip
+    model: Any = lambda ids: SimpleNamespace(logits=logits[0].clone())  # noqa: E731
+    fields = environment_fields(capture_environment("cpu")) | {"dtype": "float32"}
+    (row,) = bench_attach._prefill(model, {"none seats": plan}, torch.zeros(8), fields, bench_attach.AttachBench())
+    assert (row.ours, row.status) == (None, "precision_mismatch")
+    assert "logits of cosine" in row.parity
 
 
 def test_a_tracks_score_is_beside_the_quickest_form_of_a_peer(root):

@@ -32,7 +32,7 @@ from microllm.evidence.statistics import summarise
 MIN_ROUND_S = 0.02
 MIN_ARM_S = 1.0  # of one arm's rounds together, where a timing may decide
 MAX_DROPPED = 0.2  # share of pairs
-MAX_TRAILING_CPUS = 0.5
+MAX_TRAILING_CPUS = 0.2
 SETTLE_S, TRAIL_S = 0.02, 0.04  # after the last call: until pools of threads sleep, and while they are watched
 Action = Callable[[], object]
 

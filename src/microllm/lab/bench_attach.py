@@ -249,25 +249,27 @@ def _prefill(
         if not name.endswith("seats"):
             continue
 
-        def attached(plan: Plan = plan) -> None:
+        def attached(plan: Plan = plan) -> Tensor:
             for site in plan.build.attachment.sites:
                 site.install()
-            model(ids[None])
+            return model(ids[None]).logits
 
-        def bare(plan: Plan = plan) -> None:
+        def bare(plan: Plan = plan) -> Tensor:
             for site in plan.build.attachment.sites:
                 site.remove()
-            model(ids[None])
+            return model(ids[None]).logits
 
         plan.activate()
         try:
             timing = time_pairs(bare, attached, device=str(ids.device), config=QUICK)
+            why_not = _why_not(plan, cosine(attached().float(), bare().float()), name.split()[0])
         finally:
             plan.detach()
         rows.append(
             Row(
-                target="A3", workload=f"prefill B1 T{len(ids)}, {name}", ours=1e3 * timing.seconds("B"),
-                peer=1e3 * timing.seconds("A"), peer_name="nothing attached", unit="ms", parity="pass", **fields,
+                target="A3", workload=f"prefill B1 T{len(ids)}, {name}",
+                ours=None if why_not else 1e3 * timing.seconds("B"), peer=1e3 * timing.seconds("A"),
+                peer_name="nothing attached", unit="ms", parity=why_not or "pass", **fields,
             )
         )  # fmt: skip
     return rows
