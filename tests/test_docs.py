@@ -26,6 +26,7 @@ def demo():
     return fetch_demo()
 
 
+@pytest.mark.slow
 def test_the_ten_stops_run_in_order():
     stops = blocks(ROOT / "docs" / "read-the-code.md", "python")
     assert len(stops) == 10
@@ -95,6 +96,7 @@ def test_readme_commands_exist():
             assert flag in page.getvalue(), f"{flag} of: {command}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path):
     run = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120, check=False)

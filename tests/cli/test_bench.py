@@ -28,6 +28,8 @@ FAKE_LLAMA_CPP = '''
 import ctypes, time
 import numpy as np
 
+pytestmark = pytest.mark.slow
+
 class Llama:
     def __init__(self, path, n_ctx, logits_all=False, flash_attn=False, **options):
         assert options["n_threads"] == options.get("n_threads_batch") == 1

@@ -28,6 +28,7 @@ def test_the_fixture_is_what_this_file_says_it_is(demo):
     assert all(row["margin"] > 2e-3 for row in ROWS)  # decided by the model, not by rounding
 
 
+@pytest.mark.slow
 def test_a_batch_of_all_prompts_generates_the_tokens_of_transformers(demo):
     for rows in (ROWS[:-1], ROWS[-1:]):  # the longest one alone: the others would be padded to it
         completions = demo.generate([row["prompt_ids"] for row in rows], EXACTLY_32)

@@ -210,6 +210,7 @@ def test_a_fault_in_the_cache_alone_shows_in_the_greedy_tokens(trained_model, mo
 # ---- the demo
 
 
+@pytest.mark.slow
 def test_the_demo_is_aligned_and_its_report_is_written(demo_twin, tmp_path):
     config = AlignConfig(num_tokens=32, num_greedy=8, output=tmp_path)
     report = run_align(config, twin=demo_twin)
@@ -227,6 +228,7 @@ def test_the_demo_is_aligned_and_its_report_is_written(demo_twin, tmp_path):
     assert [stage["name"] for stage in manifest["stages"]][-1] == "report"
 
 
+@pytest.mark.slow
 def test_one_perturbed_weight_of_the_demo_is_found(demo_twin, tmp_path):
     config = AlignConfig(perturb="layers.7.mlp.up_proj", quick=True, output=tmp_path)
     report = run_align(config, twin=demo_twin)

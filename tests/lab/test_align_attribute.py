@@ -12,6 +12,8 @@ from microllm.errors import ConfigError
 from microllm.lab.align import AlignConfig
 from microllm.lab.align_attribute import run_align_attribute
 
+pytestmark = pytest.mark.slow
+
 TOKENS = tuple((7 * i + i * i) % 97 for i in range(24))
 EXACT = "layers.1.self_attn.o_proj"
 

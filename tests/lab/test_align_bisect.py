@@ -14,6 +14,8 @@ from microllm.lab import align_bisect
 from microllm.lab.align import AlignConfig
 from microllm.lab.align_bisect import minimise, run_align_bisect, substituted
 
+pytestmark = pytest.mark.slow
+
 TOKENS = tuple(torch.randint(97, (64,), generator=torch.Generator().manual_seed(3)).tolist())
 # family -> two planted faults, and a limit that neither passes alone (with all else in bf16) but both do
 PLANTS = {

@@ -41,6 +41,8 @@ from microllm.lab.experiment import RunConfig, run_experiment
 from microllm.lab.judgement import judge_experiment, judge_sessions
 from microllm.lab.record import RawRow, Records
 
+pytestmark = pytest.mark.slow
+
 TRAIN = BenchTrainConfig(rows=2, row_tokens=16, device="cpu", rounds=2, round_s=0.01, forms=("eager",))
 CACHED = "kept.append(inner()) if not kept else None\n        return kept[0].clone()"
 LATER = (

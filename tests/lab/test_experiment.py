@@ -565,6 +565,7 @@ def test_without_matplotlib_the_extra_is_named(history, monkeypatch):
 # ---- for real: docs/lab.md, its screening run
 
 
+@pytest.mark.slow
 def test_the_documented_experiment_runs_from_contract_to_picture(tmp_path, monkeypatch, capsys, environment):
     monkeypatch.chdir(tmp_path)
     page = (REPOSITORY / "docs" / "lab.md").read_text()

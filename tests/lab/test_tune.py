@@ -27,6 +27,8 @@ from microllm.ops.kernels.linear import Operands
 from microllm.ops.kernels.linear_choice import BUCKETS, FORMS, matrix_of
 from microllm.ops.target import TARGETS
 
+pytestmark = pytest.mark.slow
+
 EMPTY = '{"format": 1, "entries": []}\n'
 ROWS = (1, 2, 7, 16, 64, 65, 256)
 H200 = TARGETS["sm_90"]

@@ -243,6 +243,7 @@ def test_a_server_that_cannot_be_says_so_and_exits(tiny, flags):
 # ---- signals
 
 
+@pytest.mark.slow
 def test_sigterm_lets_what_runs_end_and_lets_nothing_in(serve):
     with serve("--max-rows", "2") as server, concurrent.futures.ThreadPoolExecutor() as pool:
         answers = [pool.submit(server.complete, f"{i}", max_tokens=200, ignore_eos=True) for i in range(6)]

@@ -11,6 +11,8 @@ from microllm.structures import guard
 from microllm.structures.walk import LayerSite
 from tiny_hosts import FAMILIES, make_host
 
+pytestmark = pytest.mark.slow
+
 
 def walks(plan):
     return [site for site in plan.build.attachment.sites if isinstance(site, LayerSite)]

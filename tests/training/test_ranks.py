@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from microllm.training import train
 from microllm.training.checkpoints import latest_checkpoint
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "ranks_script.py"
 
 
