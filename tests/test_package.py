@@ -138,6 +138,7 @@ def test_missing_extra_is_named(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_consumer_type_checks_against_the_wheel(python: Path, tmp_path: Path):
     (tmp_path / "consumer.py").write_text(CONSUMER)
     (tmp_path / "wrong.py").write_text(WRONG)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from types import ModuleType
 
+import pytest
+
 import microllm
 
 MAX_NAMES = 12
@@ -76,10 +78,12 @@ def test_import_needs_no_extra_and_loads_no_command():
     assert run_fresh(code, json.dumps(NOT_NEEDED)).split() == list(microllm.__all__)
 
 
+@pytest.mark.slow
 def test_every_module_imports_without_extras():
     assert int(run_fresh(BLOCK + IMPORT_ALL, json.dumps(EXTRAS))) > 30
 
 
+@pytest.mark.slow
 def test_import_is_quick(tmp_path):
     # Other work on the machine only adds: the least of a few runs is the cost, compiled as an installed package is.
     seconds = []

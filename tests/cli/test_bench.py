@@ -23,12 +23,12 @@ from microllm.lab import bench
 from microllm.lab.bench import ArmResult, BenchConfig, Pair, measure_bench
 from microllm.lab.bench_process import ArmSpec, Workers
 
+pytestmark = pytest.mark.slow
+
 FAKE_LLAMA_CPP = '''
 """Stands in for llama-cpp-python: as much of it as the benchmarks call, with logits that depend on the last token."""
 import ctypes, time
 import numpy as np
-
-pytestmark = pytest.mark.slow
 
 class Llama:
     def __init__(self, path, n_ctx, logits_all=False, flash_attn=False, **options):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from microllm.cli import main
 from microllm.lab import bench_train
 from microllm.lab.bench_train import measure_train
@@ -12,6 +14,7 @@ from microllm.lab.bench_train_config import BenchTrainConfig
 SMALL = {"rows": 2, "row_tokens": 16, "device": "cpu", "rounds": 2, "round_s": 0.01, "forms": ("eager",)}
 
 
+@pytest.mark.slow
 def test_rows_beside_transformers(tmp_path, capsys):
     words = ["bench", "train", "--rows", "2", "--row-tokens", "16", "--device", "cpu", "--rounds", "2"]
     out = ["--round-s", "0.01", "--forms", "eager", "--out", str(tmp_path / "rows.jsonl"), "--json"]

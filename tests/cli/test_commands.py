@@ -268,6 +268,7 @@ def read_until(controller, mark, *, then=b"", minimum=0, timeout_s=90):
         seen += os.read(controller, 4096)
 
 
+@pytest.mark.slow
 def test_generate_stopped_by_ctrl_c_keeps_what_it_said():
     command = [sys.executable, "-m", "microllm", "generate", "--prompt", "Tell a story.", "--min-tokens", "3999"]
     command += ["--max-tokens", "4000", "--model", "demo"]
@@ -281,6 +282,7 @@ def test_generate_stopped_by_ctrl_c_keeps_what_it_said():
     assert b"Traceback" not in complaint
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error():
     command = f"{sys.executable} -m microllm inspect --model demo | head -1"
     run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True)

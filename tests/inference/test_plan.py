@@ -326,6 +326,7 @@ def test_a_place_that_takes_no_file_only_costs_the_time(tmp_path):
     assert (tmp_path / "packed").read_text().startswith("a file")
 
 
+@pytest.mark.slow
 def test_a_processor_without_avx512_runs_it_too(tmp_path):
     """Torch and oneDNN held to AVX2, and torch to no vectors at all, in processes of their own."""
     checkpoint_of(TINY, tmp_path / "m")

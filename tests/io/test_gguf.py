@@ -580,6 +580,7 @@ def demo() -> Path:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 def test_demo_equals_the_gguf_packages_reading(demo):
     source, reader = GGUFSource(demo), gguf.GGUFReader(demo)
     theirs = {hf_name(tensor.name): tensor for tensor in reader.tensors}

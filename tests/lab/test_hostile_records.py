@@ -352,6 +352,7 @@ def test_two_runs_at_once_are_refused_and_a_killed_one_is_not_in_the_way(root, m
     assert run_experiment(RunConfig(id="001", root=root)).verdict.status == "keep"
 
 
+@pytest.mark.slow
 def test_kill_minus_nine_in_the_middle_of_a_run(root, tmp_path):
     """The run of a subprocess is killed once its first row is on disk; a second run finishes and everything holds."""
     directory = new(root)

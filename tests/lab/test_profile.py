@@ -336,6 +336,7 @@ def test_on_a_gpu():
     assert "host ms" in describe_profile(profile)
 
 
+@pytest.mark.slow
 def test_a_plan_of_packed_weights_is_profiled_too():
     """Its products are found though it has no modules, and its shares add up."""
     llm = load("demo", device="cpu")

@@ -8,6 +8,7 @@ from microllm.config import preset
 from microllm.model import Transformer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_model_compiles_to_one_graph_with_its_gradients(family):
     torch.compiler.reset()
