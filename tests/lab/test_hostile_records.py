@@ -455,4 +455,4 @@ def test_the_lock_is_let_go(root, monkeypatch):
     made_up(monkeypatch)
     run_experiment(RunConfig(id="001", root=root, quick=True))
     with (directory / "contract.json").open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) is None, "a lock still held raises BlockingIOError"

@@ -279,7 +279,7 @@ def _case(
     fixed = dict.fromkeys((name for name in optional if name not in pointers), None)
     fixed |= {"G": G, "R": R, "D": D, "P": D // 2 if step else 0, "S": 16, "SPLIT": split, "SCALE": D**-0.5}
     fixed |= {"EPS": 1e-6, "FORMAT": form, "FP32": fp32, "BLOCK_A": rows, "BLOCK_T": queries, "PDL": True, **sizes}
-    spills = 16 if "8" in pages else 80 if normed and much else 0  # words that wait, before the walk, for their turn
+    spills = 16 if "8" in pages else 80 if normed and much else 0  # bytes a thread, as seen
     uses = ("pdl", *(("fp8",) if "fp8" in pages else ()), *(("much shared memory",) if much else ()))
     return Compiled(attention_decode_kernel, pointers | numbers, fixed, num_warps(sizes), 1, uses, may_spill=spills)
 
